@@ -1,0 +1,7 @@
+"""The event log of a run: one JetStream stream, facts published with exactly-once effect, folds and work consumers."""
+
+from pipeline.log.connection import BrokerUnavailable, connect
+from pipeline.log.log import Log, Published
+from pipeline.log.work import Delivery, Work, serve_work
+
+__all__ = ["BrokerUnavailable", "Delivery", "Log", "Published", "Work", "connect", "serve_work"]

@@ -1,0 +1,81 @@
+"""A connection to the broker that outlives the broker.
+
+Promises:
+- the first connection succeeds within `timeout_s` or raises one `BrokerUnavailable` that says why; a refused token
+  is told at once, not after the timeout;
+- after that the connection reconnects for ever: nats-py's default gives up after two minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from schemas.config import Broker
+
+_LOG = logging.getLogger("packtrain.log")
+_RECONNECT_WAIT_S = 0.2
+
+
+class BrokerUnavailable(ConnectionError):
+    """The broker cannot be used; the message names its address, the reason and the remedy."""
+
+
+def _token(broker: Broker) -> str | None:
+    if not broker.token_file:
+        return None
+    try:
+        return Path(broker.token_file).read_text().strip()
+    except OSError as error:
+        raise BrokerUnavailable(f"broker token file {broker.token_file}: {error.strerror}; set broker.token_file") from error
+
+
+async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:
+    """A connected client; see the module's promises."""
+    if not broker.url:
+        raise BrokerUnavailable("broker.url is empty: name a server (nats://host:port), or start the run with `packtrain demo`")
+    token = _token(broker)
+    reported: list[str] = []
+
+    async def on_error(error: Exception) -> None:
+        # A denied publish reaches its caller as a bare timeout; the server's reason arrives only here.
+        reported.append(str(error) or type(error).__name__)
+        del reported[:-8]
+        _LOG.warning("broker %s: %s", broker.url, reported[-1])
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        client = Client()
+        try:
+            await asyncio.wait_for(
+                client.connect(
+                    broker.url,
+                    name=name,
+                    token=token,
+                    error_cb=on_error,
+                    connect_timeout=2,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_RECONNECT_WAIT_S,  # pyright: ignore[reportArgumentType]  # a float works; nats-py sleeps it
+                    pending_size=16 * 1024 * 1024,
+                ),
+                timeout=3.0,
+            )
+            return client
+        except (NatsError, OSError, TimeoutError) as error:
+            await client.close()
+            reason = next((r for r in reversed(reported) if "Authorization" in r), "") or str(error) or "no answer"
+            if "Authorization" in reason or "authorization" in reason:
+                raise BrokerUnavailable(
+                    f"broker {broker.url} refused the token in {broker.token_file or '(none given)'}: {reason}; set broker.token_file"
+                ) from error
+            if time.monotonic() > deadline:
+                raise BrokerUnavailable(f"broker {broker.url} is not reachable: {reason}; is nats-server running there?") from error
+            await asyncio.sleep(_RECONNECT_WAIT_S)
+
+
+__all__ = ["BrokerUnavailable", "connect"]

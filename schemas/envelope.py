@@ -1,0 +1,144 @@
+"""Events on the wire: a fact as the body, CloudEvents 1.0 (NATS binding, binary mode) plus W3C traceparent as headers.
+
+Promises:
+- `decode(encode(event))` is the same event;
+- `decode` never raises: a message is an `Event`, an `Unknown` (a type or a newer version that this code does not
+  know: skip and count it) or `Invalid` (dead-letter it with its reason).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+import orjson
+from pydantic import ValidationError
+
+from schemas.facts import FACTS, MAX_BODY, Fact
+from schemas.names import BadName, Subject
+
+CLOUDEVENTS = "1.0"
+CONTENT_TYPE = "application/json"
+
+
+class BodyTooLarge(ValueError):
+    """A fact whose body is over `MAX_BODY`: what grows with the batch belongs in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A fact with its envelope. `seq` is the stream sequence number, 0 until it is in the log."""
+
+    fact: Fact
+    id: str
+    time: datetime
+    producer: str
+    causation: str | None = None
+    correlation: str | None = None
+    traceparent: str | None = None
+    seq: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A well-formed message of a type or version that this reader does not know."""
+
+    type: str
+    version: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """A message that is no event; `reason` says why."""
+
+    subject: str
+    reason: str
+    seq: int
+
+
+def new_event(fact: Fact, producer: str, cause: Event | None = None, traceparent: str | None = None) -> Event:
+    """A fresh event with a random id, caused by `cause`, whose trace it joins unless one is given."""
+    inherited = cause.traceparent if cause is not None else None
+    return Event(
+        fact=fact,
+        id=uuid.uuid4().hex,
+        time=datetime.now(UTC),
+        producer=producer,
+        causation=cause.id if cause is not None else None,
+        correlation=fact.correlation(),
+        traceparent=traceparent or inherited,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What goes to the broker."""
+
+    subject: str
+    headers: dict[str, str] = field(hash=False)
+    body: bytes
+
+
+def encode(event: Event, run: str) -> Message:
+    """Subject, headers and body; raises `BodyTooLarge` over 64 KiB and `BadName` on an id that may not be a subject."""
+    subject = event.fact.subject(run).text
+    body = orjson.dumps(event.fact.model_dump(mode="json"))
+    if len(body) > MAX_BODY:
+        raise BodyTooLarge(
+            f"{event.fact.type} on {subject}: body is {len(body)} bytes, limit {MAX_BODY}; put the growing part in the store and carry a ref"
+        )
+    headers = {
+        "content-type": CONTENT_TYPE,
+        "ce-specversion": CLOUDEVENTS,
+        "ce-id": event.id,
+        "ce-type": event.fact.type,
+        "ce-source": event.producer,
+        "ce-time": event.time.isoformat(),
+        "ce-subject": event.fact.id(),
+        "ce-typeversion": str(event.fact.version),
+    }
+    if event.causation is not None:
+        headers["ce-causationid"] = event.causation
+    if event.correlation is not None:
+        headers["ce-correlationid"] = event.correlation
+    if event.traceparent is not None:
+        headers["traceparent"] = event.traceparent
+    return Message(subject, headers, body)
+
+
+def decode(subject: str, headers: Mapping[str, str] | None, body: bytes, seq: int) -> Event | Unknown | Invalid:
+    """The event in a message of the log; see the module's promises."""
+    head = headers or {}
+    type_, version = head.get("ce-type", ""), head.get("ce-typeversion", "")
+    if head.get("ce-specversion") != CLOUDEVENTS or not type_ or not head.get("ce-id"):
+        return Invalid(subject, "headers are not CloudEvents 1.0 in binary mode", seq)
+    model = FACTS.get(type_)
+    if model is None or not version.isdecimal() or int(version) > model.version:
+        return Unknown(type_, version, seq)
+    try:
+        fact = model.model_validate_json(body)
+        time = datetime.fromisoformat(head.get("ce-time", ""))
+        named = Subject.parse(subject)
+        expected = fact.subject(named.run)
+    except (ValidationError, BadName, ValueError) as error:
+        return Invalid(subject, f"{type_} does not validate: {error}"[:2000], seq)
+    if named != expected:
+        return Invalid(subject, f"{type_} belongs on {expected.text}", seq)
+    return Event(
+        fact=fact,
+        id=head["ce-id"],
+        time=time,
+        producer=head.get("ce-source", ""),
+        causation=head.get("ce-causationid"),
+        correlation=head.get("ce-correlationid"),
+        traceparent=head.get("traceparent"),
+        seq=seq,
+    )
+
+
+def at(event: Event, seq: int) -> Event:
+    """The same event with its place in the log."""
+    return replace(event, seq=seq)

@@ -1,0 +1,362 @@
+"""Every fact of a run, as frozen, versioned models. The stream of these is the system of record.
+
+Promises:
+- `fact.subject(run)` is a pure function of the fact, so a fact that may exist once has exactly one subject;
+- facts of an attempt (`sequence.opened`, `sequence.verified`) have the attempt in their id, facts of the
+  sequence do not: whatever attempts ran, one finishes it;
+- a body is at most `MAX_BODY` bytes; what grows with the batch is an object, and the fact carries its `Ref`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from schemas.names import Name, Subject, attempt_id
+from schemas.payload import ContextMeta, Frozen, PayloadHeader, Ref
+
+MAX_BODY = 64 * 1024
+ALL = "all"
+"""Scope of facts that belong to no single source, pool or host."""
+
+
+class Fact(Frozen):
+    """Base of all facts. `type` is `<entity>.<fact>`; `version` is raised when the body changes meaning."""
+
+    type: ClassVar[str]
+    version: ClassVar[int] = 1
+
+    def scope(self) -> str:
+        return ALL
+
+    def id(self) -> str:
+        raise NotImplementedError
+
+    def correlation(self) -> str | None:
+        """The sample (or batch) whose life this fact belongs to."""
+        return None
+
+    def subject(self, run: str) -> Subject:
+        entity, _, fact = self.type.partition(".")
+        return Subject(run, entity, fact, self.scope(), self.id())
+
+
+class RunStarted(Fact):
+    """A run begins. Carries the configuration that decisions depend on, so that a refold needs nothing else."""
+
+    type: ClassVar[str] = "run.started"
+    run: Name
+    config: dict[str, Any] = Field(description="the decision part of the configuration, as `RunConfig.decisions()` gives it")
+
+    def id(self) -> str:
+        return self.run
+
+
+class RunStopped(Fact):
+    """A run has ended: nothing more is dispatched, hosts may go."""
+
+    type: ClassVar[str] = "run.stopped"
+    run: Name
+    reason: Literal["completed", "cancelled"]
+    steps: int = Field(ge=0, description="optimizer steps taken")
+
+    def id(self) -> str:
+        return self.run
+
+
+class SequenceDispatched(Fact):
+    """Work for an agent-loop host: one member of a sample's group."""
+
+    type: ClassVar[str] = "sequence.dispatched"
+    source: Name
+    sample: Name
+    sequence: Name
+    member: int = Field(ge=0)
+    group_size: int = Field(ge=1)
+    pool: Name
+    task_index: int = Field(ge=0, description="which task of the source's environment")
+    min_policy_version: int = Field(default=0, ge=0, description="wait for this version before the first token is sampled")
+
+    def scope(self) -> str:
+        return self.source
+
+    def id(self) -> str:
+        return self.sequence
+
+    def correlation(self) -> str | None:
+        return self.sample
+
+
+class SequenceOpened(Fact):
+    """An agent-loop host has a session for this attempt: work for the harness pool. Holds no secret."""
+
+    type: ClassVar[str] = "sequence.opened"
+    source: Name
+    sample: Name
+    sequence: Name
+    attempt: int = Field(ge=1)
+    pool: Name
+    task_index: int = Field(ge=0)
+    host: Name = Field(description="the agent-loop host, to which the verdict is addressed")
+    base_url: str = Field(description="http://address:port of the agent-loop host", max_length=256)
+    session: Name
+    budget_s: float = Field(gt=0, description="wall-clock seconds for the whole trial")
+
+    def scope(self) -> str:
+        return self.pool
+
+    def id(self) -> str:
+        return attempt_id(self.sequence, self.attempt)
+
+    def correlation(self) -> str | None:
+        return self.sample
+
+
+class Failure(Frozen):
+    """Why an attempt gave no sequence to train. `infra` is retried as a new attempt, never trained, never reward 0."""
+
+    kind: Literal["infra", "model"]
+    reason: Name = Field(description="short and countable: engine_unavailable, harness_lost, max_turns, ...")
+    detail: str = Field(default="", max_length=2000)
+
+
+class SequenceVerified(Fact):
+    """The harness host's verdict on one attempt, addressed to the agent-loop host that has the session."""
+
+    type: ClassVar[str] = "sequence.verified"
+    source: Name
+    sample: Name
+    sequence: Name
+    attempt: int = Field(ge=1)
+    host: Name
+    reward: float | None = Field(description="null exactly when an infra failure is given")
+    termination: Name = Field(default="completed", description="completed, max_turns, overlong, agent_timeout, ...")
+    failure: Failure | None = None
+
+    def scope(self) -> str:
+        return self.host
+
+    def id(self) -> str:
+        return attempt_id(self.sequence, self.attempt)
+
+    def correlation(self) -> str | None:
+        return self.sample
+
+
+class SequenceFinished(Fact):
+    """One attempt finished the sequence; its payload is in the store. At most one per sequence."""
+
+    type: ClassVar[str] = "sequence.finished"
+    source: Name
+    sample: Name
+    sequence: Name
+    attempt: int = Field(ge=1)
+    reward: float
+    termination: Name
+    turns: int = Field(ge=0)
+    contexts: tuple[ContextMeta, ...]
+    payload: PayloadHeader
+
+    def scope(self) -> str:
+        return self.source
+
+    def id(self) -> str:
+        return self.sequence
+
+    def correlation(self) -> str | None:
+        return self.sample
+
+
+class SequenceFailed(Fact):
+    """Every attempt failed; the sequence will never be trained."""
+
+    type: ClassVar[str] = "sequence.failed"
+    source: Name
+    sample: Name
+    sequence: Name
+    attempts: int = Field(ge=0)
+    failure: Failure
+
+    def scope(self) -> str:
+        return self.source
+
+    def id(self) -> str:
+        return self.sequence
+
+    def correlation(self) -> str | None:
+        return self.sample
+
+
+class _SampleFact(Fact):
+    source: Name
+    sample: Name
+
+    def scope(self) -> str:
+        return self.source
+
+    def id(self) -> str:
+        return self.sample
+
+    def correlation(self) -> str | None:
+        return self.sample
+
+
+class SampleCompleted(_SampleFact):
+    """Every sequence of the group has finished or failed: work for the grader."""
+
+    type: ClassVar[str] = "sample.completed"
+    sequences: tuple[Name, ...] = Field(description="the finished ones, in member order")
+    rewards: tuple[float, ...] = Field(description="one per finished sequence, from its verifier")
+    failed: int = Field(ge=0)
+
+
+class SampleGraded(_SampleFact):
+    """The grader's rewards for the group, in the order of `sample.completed`."""
+
+    type: ClassVar[str] = "sample.graded"
+    grader: Name
+    rewards: tuple[float, ...]
+    fallback: str | None = Field(default=None, max_length=500, description="why the original rewards were kept, if grading failed")
+
+
+class SampleAccepted(_SampleFact):
+    """The group will be trained, once a batch takes it."""
+
+    type: ClassVar[str] = "sample.accepted"
+    pass_rate: float
+    mean_reward: float
+    tokens: int = Field(ge=0)
+    min_version: int = Field(ge=0)
+
+
+class SampleRejected(_SampleFact):
+    """The group will not be trained."""
+
+    type: ClassVar[str] = "sample.rejected"
+    reason: Literal["all_zero", "pass_rate", "failed", "stale", "evaluation"]
+    pass_rate: float | None = None
+    mean_reward: float | None = None
+    tokens: int = Field(default=0, ge=0)
+
+
+class SampleShaped(_SampleFact):
+    """Advantages of an accepted group, one per finished sequence, in the order of `sample.completed`."""
+
+    type: ClassVar[str] = "sample.shaped"
+    revision: int = Field(default=0, ge=0)
+    estimator: Name
+    advantages: tuple[float, ...]
+
+
+class SourceShare(Frozen):
+    """What one source gave to a batch."""
+
+    groups: int = Field(ge=0)
+    sequences: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    loss_tokens: int = Field(ge=0)
+    mean_reward: float
+    max_staleness: int = Field(ge=0, description="versions between the policy that will be updated and the oldest token")
+
+
+class BatchYielded(Fact):
+    """A batch is decided. Its members are, of each source, the oldest `groups` samples that were shaped up to stream
+    sequence `through` and are fresh enough for this step; so a refold needs no object. The plan is in the store."""
+
+    type: ClassVar[str] = "batch.yielded"
+    step: int = Field(ge=1)
+    through: int = Field(ge=0, description="stream sequence of the event that this was decided on")
+    policy_version: int = Field(ge=0, description="version that the batch will update")
+    sources: dict[Name, SourceShare]
+    microbatches: int = Field(ge=1, description="per data-parallel rank, equal on all")
+    plan: Ref
+
+    def id(self) -> str:
+        return f"{self.step:06d}"
+
+    def correlation(self) -> str | None:
+        return self.id()
+
+
+class WindowPacked(Fact):
+    """A packer has built one micro-batch for its coordinate."""
+
+    type: ClassVar[str] = "window.packed"
+    step: int = Field(ge=1)
+    microbatch: int = Field(ge=0)
+    dp: int = Field(ge=0)
+    cp: int = Field(default=0, ge=0)
+    pp: int = Field(default=0, ge=0)
+    tokens: int = Field(ge=0)
+    bytes: int = Field(ge=0, description="size of the shared copy")
+    fetched: int = Field(ge=0, description="bytes read from the store for it")
+
+    def id(self) -> str:
+        return f"{self.step:06d}-d{self.dp}-c{self.cp}-p{self.pp}-m{self.microbatch}"
+
+    def correlation(self) -> str | None:
+        return f"{self.step:06d}"
+
+
+class _StepFact(Fact):
+    step: int = Field(ge=1)
+
+    def id(self) -> str:
+        return f"{self.step:06d}"
+
+    def correlation(self) -> str | None:
+        return self.id()
+
+
+class BatchConsumed(_StepFact):
+    """Every rank has read every window of the batch; its payloads may be collected once the step is trained."""
+
+    type: ClassVar[str] = "batch.consumed"
+    sequences: int = Field(ge=0)
+    loss_tokens: int = Field(ge=0)
+
+
+class StepTrained(_StepFact):
+    """One optimizer step on one batch, from exactly one parent checkpoint."""
+
+    type: ClassVar[str] = "step.trained"
+    parent: Ref | None = Field(description="weights that the step started from; null for the initial policy")
+    weights: Ref = Field(description="weights after the step")
+    optimizer: Ref = Field(description="optimizer state after the step")
+    loss: float
+    grad_norm: float
+    kl: float = Field(description="mean of logprob(rollout) - logprob(trainer before the step), nats per loss token")
+    loss_tokens: int = Field(ge=0)
+    seconds: float = Field(ge=0)
+
+
+class PolicyPublished(_StepFact):
+    """New weights for the engines. `step` is the policy version from then on."""
+
+    type: ClassVar[str] = "policy.published"
+    weights: Ref
+
+
+FACTS: dict[str, type[Fact]] = {
+    fact.type: fact
+    for fact in (
+        RunStarted,
+        RunStopped,
+        SequenceDispatched,
+        SequenceOpened,
+        SequenceVerified,
+        SequenceFinished,
+        SequenceFailed,
+        SampleCompleted,
+        SampleGraded,
+        SampleAccepted,
+        SampleRejected,
+        SampleShaped,
+        BatchYielded,
+        WindowPacked,
+        BatchConsumed,
+        StepTrained,
+        PolicyPublished,
+    )
+}

@@ -1,0 +1,29 @@
+"""Where objects lie in the store. Everything of a run is under `runs/<run>/`."""
+
+from __future__ import annotations
+
+from schemas.names import checked_name
+
+
+def run_prefix(run: str) -> str:
+    return f"runs/{checked_name(run, 'run')}"
+
+
+def payload_key(run: str, source: str, attempt: str) -> str:
+    """The payload of one attempt of a sequence."""
+    return f"{run_prefix(run)}/payloads/{checked_name(source, 'source')}/{checked_name(attempt, 'attempt id')}.safetensors"
+
+
+def plan_key(run: str, step: int, crc32c: int) -> str:
+    """The plan of a batch; its checksum is in the key, so that equal decisions are one object."""
+    return f"{run_prefix(run)}/plans/{step:06d}-{crc32c:08x}.json"
+
+
+def optimizer_key(run: str, step: int, nonce: str) -> str:
+    """Optimizer state after a step; `step.trained` says which one counts."""
+    return f"{run_prefix(run)}/optimizer/{step:06d}-{checked_name(nonce, 'nonce')}.safetensors"
+
+
+def weights_key(run: str, step: int, nonce: str) -> str:
+    """Weights after a step, for trainer and engines; `step.trained` says which ones count."""
+    return f"{run_prefix(run)}/weights/{step:06d}-{checked_name(nonce, 'nonce')}.safetensors"

@@ -1,0 +1,94 @@
+"""Names that may stand in a subject, an object key or a URL.
+
+Promises:
+- a `Name` holds only `[A-Za-z0-9_-]`, 1 to 128 characters, so it is always one NATS subject token and one
+  object-key component: no `.`, `*`, `>`, `/`, space or control character can pass through an id;
+- `Subject.text` and `Subject.parse` are inverse to each other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import StringConstraints
+
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,128}\Z"
+_NAME = re.compile(NAME_PATTERN)
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+
+WILDCARD = "*"
+
+
+class BadName(ValueError):
+    """A token that may not stand in a subject or an object key."""
+
+
+def checked_name(value: str, what: str) -> str:
+    """`value` itself if it is a legal name; raises `BadName` that names `what` otherwise."""
+    if not _NAME.match(value):
+        raise BadName(
+            f"{what} {value[:140]!r} is not a legal name: use 1 to 128 of A-Z a-z 0-9 _ - (no dots, spaces or wildcards)"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`rl.<run>.<entity>.<fact>.<scope>.<id>`; scope is the source, pool or host that the fact belongs to."""
+
+    run: str
+    entity: str
+    fact: str
+    scope: str
+    id: str
+
+    def __post_init__(self) -> None:
+        for what in ("run", "entity", "fact", "scope", "id"):
+            checked_name(getattr(self, what), f"subject token {what!r}")
+
+    @property
+    def text(self) -> str:
+        return f"rl.{self.run}.{self.entity}.{self.fact}.{self.scope}.{self.id}"
+
+    @classmethod
+    def parse(cls, text: str) -> Subject:
+        """Inverse of `text`; raises `BadName` on anything else."""
+        tokens = text.split(".")
+        if len(tokens) != 6 or tokens[0] != "rl":
+            raise BadName(f"subject {text[:300]!r} is not rl.<run>.<entity>.<fact>.<scope>.<id>")
+        return cls(*tokens[1:])
+
+
+def subject_filter(run: str, type_: str = WILDCARD, scope: str = WILDCARD, id_: str = WILDCARD) -> str:
+    """The subject filter for one event type (`sequence.finished`), or all with the default; `*` matches any."""
+    entity, _, fact = (f"{WILDCARD}.{WILDCARD}" if type_ == WILDCARD else type_).partition(".")
+    tokens = {"run": run, "entity": entity, "fact": fact, "scope": scope, "id": id_}
+    for what, token in tokens.items():
+        if token != WILDCARD:
+            checked_name(token, f"subject token {what!r}")
+    return "rl." + ".".join(tokens.values())
+
+
+def stream_name(run: str) -> str:
+    """The JetStream stream of a run."""
+    return f"RL_{checked_name(run, 'run')}"
+
+
+def dead_letter_subject(run: str) -> str:
+    """Where bodies go that do not validate. Outside `rl.`, so that no fold ever reads them as facts."""
+    return f"dlq.{checked_name(run, 'run')}"
+
+
+def sample_id(source: str, index: int) -> str:
+    return checked_name(f"{source}-{index:06d}", "sample id")
+
+
+def sequence_id(sample: str, member: int) -> str:
+    return checked_name(f"{sample}-{member}", "sequence id")
+
+
+def attempt_id(sequence: str, attempt: int) -> str:
+    return checked_name(f"{sequence}-a{attempt}", "attempt id")

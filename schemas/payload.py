@@ -1,0 +1,93 @@
+"""The payload: the immutable object that holds a sequence's columns, and the header that describes it.
+
+The header travels in `sequence.finished`, so that planning reads no object and packing fetches no header.
+All columns are in token space: row t describes token t.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from schemas.names import Name
+
+PAYLOAD_VERSION = 1
+BLOCK_TOKENS = 65_536
+"""Rows (of the column's first dimension) that one CRC32C covers."""
+
+Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$", max_length=512)]
+DType = Literal["uint8", "uint16", "int32", "int64", "float32"]
+Crc32c = Annotated[int, Field(ge=0, lt=2**32)]
+
+COLUMNS: dict[str, DType] = {
+    "tokens": "int32",
+    "loss_mask": "uint8",
+    "logprobs": "float32",
+    "policy_version": "int32",
+    "segments": "int32",
+}
+"""Columns that every payload has. `segments` is [S, 5]: start, end, role, flags, context; the others are [T]."""
+
+ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool", "template")
+"""Segment roles by their number in `segments`; `template` is what the chat template added around a turn."""
+
+
+class Frozen(BaseModel):
+    """Base of everything in the contract: immutable, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Ref(Frozen):
+    """A reference to an object in the store, with what is needed to verify it."""
+
+    key: Key
+    bytes: int = Field(ge=0)
+    crc32c: Crc32c
+
+
+class ColumnHeader(Frozen):
+    """Where one column lies in the object."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)]
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int = Field(ge=0, description="first byte of the column, from the start of the object")
+    bytes: int = Field(ge=0)
+    crc32c: tuple[Crc32c, ...] = Field(description="one per BLOCK_TOKENS rows, in order")
+
+
+class PayloadHeader(Frozen):
+    """What `sequence.finished` says about its payload object."""
+
+    version: Literal[1] = 1
+    key: Key
+    bytes: int = Field(ge=0, description="size of the whole object")
+    columns: tuple[ColumnHeader, ...]
+
+    def column(self, name: str) -> ColumnHeader:
+        """The column's header; raises KeyError naming the columns that there are."""
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(f"payload {self.key} has no column {name!r}; it has {[c.name for c in self.columns]}")
+
+
+class Span(Frozen):
+    """Rows [start, end) of a payload."""
+
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+class ContextMeta(Frozen):
+    """One context of a finished sequence: all that planning may know about it. Spans count from the context's own row 0."""
+
+    label: Name = Field(default="main", description="main, subagent, auxiliary, ...")
+    offset: int = Field(ge=0, description="first row of the context in the payload")
+    tokens: int = Field(ge=1)
+    generated: int = Field(ge=0, description="tokens that the policy sampled here")
+    loss_spans: tuple[Span, ...] = Field(description="rows with loss_mask 1, ascending, disjoint")
+    min_version: int = Field(ge=0, description="oldest policy version among the sampled tokens")
+    max_version: int = Field(ge=0)
