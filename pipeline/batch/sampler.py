@@ -1,0 +1,111 @@
+"""The sampler's core: groups complete, are judged and shaped, and batches yield. A fold over the log.
+
+Promises:
+- every decision depends on the folded state and one event; configuration enters with `run.started`;
+- a group that is too old for the next batch is rejected when the batch before it is settled, never trained;
+- what is yielded or rejected is forgotten: state is bounded by what is in flight.
+"""
+
+from __future__ import annotations
+
+from pipeline.batch.yielding import batch, members
+from pipeline.decision import Decision
+from pipeline.signal.sampling import Groups, complete, judge, shape, staleness
+from schemas.config import Decisions
+from schemas.envelope import Event
+from schemas.facts import (
+    BatchYielded,
+    RunStarted,
+    SampleAccepted,
+    SampleGraded,
+    SampleRejected,
+    SampleShaped,
+    SequenceDispatched,
+    SequenceFailed,
+    SequenceFinished,
+    StepTrained,
+)
+
+
+class SamplerCore:
+    """See the module's promises."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.decisions: Decisions | None = None
+        self.groups = Groups()
+        self.yielded = 0
+        self.trained = 0
+
+    def fold(self, event: Event) -> None:
+        match event.fact:
+            case RunStarted(config=config):
+                self.decisions = Decisions.model_validate(config)
+            case SequenceDispatched() as fact:
+                self.groups.dispatched(fact)
+            case SequenceFinished() as fact:
+                self.groups.finished(fact)
+            case SequenceFailed() as fact:
+                self.groups.failed(fact)
+            case SampleGraded(sample=sample, rewards=rewards):
+                if group := self.groups.get(sample):
+                    group.rewards = rewards
+            case SampleShaped() as fact:
+                self.groups.shaped(fact, event.seq)
+            case SampleRejected(sample=sample):
+                self.groups.forget(sample)
+            case BatchYielded() as fact:
+                self._settle(fact)
+            case StepTrained(step=step):
+                self.trained = max(self.trained, step)
+            case _:
+                pass
+
+    def _settle(self, fact: BatchYielded) -> None:
+        assert self.decisions is not None
+        for source in self.decisions.training():
+            share = fact.sources[source.name]
+            for group in members(self.groups, source, fact.step, fact.through, share.groups):
+                self.groups.forget(group.sample)
+        self.yielded = max(self.yielded, fact.step)
+
+    def decide(self, event: Event) -> list[Decision]:
+        if self.decisions is None:
+            return []
+        match event.fact:
+            case SequenceFinished(sample=sample) | SequenceFailed(sample=sample):
+                group = self.groups.get(sample)
+                completed = complete(group) if group is not None else None
+                return [Decision(completed)] if completed is not None else []
+            case SampleGraded(sample=sample, rewards=rewards):
+                group = self.groups.get(sample)
+                if group is None:
+                    return []
+                return [Decision(judge(group, self.decisions.source(group.source), rewards, self.yielded + 1))]
+            case SampleAccepted(sample=sample):
+                group = self.groups.get(sample)
+                return [Decision(shape(group, self.decisions.source(group.source)))] if group is not None else []
+            case SampleShaped() | StepTrained():
+                return self._batch(event)
+            case BatchYielded():
+                return self._stale() + self._batch(event)
+            case _:
+                return []
+
+    def _batch(self, event: Event) -> list[Decision]:
+        assert self.decisions is not None
+        decision = batch(self.groups, self.decisions, self.run, self.yielded, self.trained, event.seq)
+        return [decision] if decision is not None else []
+
+    def _stale(self) -> list[Decision]:
+        # Decided here and nowhere else: how old a group is for a batch depends on the batch's number alone, and the
+        # members of the batch before are settled now, so this can never contradict a yield that is on its way.
+        assert self.decisions is not None
+        return [
+            Decision(
+                SampleRejected(source=source.name, sample=group.sample, reason="stale", tokens=group.tokens())
+            )
+            for source in self.decisions.training()
+            for group in self.groups.waiting(source.name)
+            if staleness(group, self.yielded + 1) > source.staleness
+        ]

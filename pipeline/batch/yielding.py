@@ -1,0 +1,137 @@
+"""When a batch yields, who is in it, and its plan. Pure: no tensor, no object is touched.
+
+Promises:
+- a batch yields when every training source has its share of fresh groups waiting, never more than `ahead` batches
+  before the step under way;
+- its members are, of each source, the oldest `groups` shaped up to the event decided on that are fresh for the step:
+  `members` recomputes them from the log alone;
+- the plan holds every context with a loss token exactly once, and equal micro-batch counts on all ranks;
+- prompt-mean weights: every group weighs the same, every loss token of a group weighs the same, and they sum to 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import orjson
+
+from pipeline.batch.balance import cost, pack, split_to_multiple, spread
+from pipeline.checksum import crc32c
+from pipeline.decision import Decision
+from pipeline.signal.sampling import Group, Groups, staleness
+from schemas.config import Decisions, Source
+from schemas.facts import BatchYielded, SourceShare
+from schemas.keys import plan_key
+from schemas.payload import ContextMeta, Ref
+from schemas.plan import Plan, PlanRows, PlanSequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    sequence: int
+    context: int
+    tokens: int
+    advantage: float
+    weight: float
+
+
+def members(groups: Groups, source: Source, step: int, through: int, count: int) -> list[Group]:
+    """The oldest `count` groups of a source, shaped up to stream sequence `through` and fresh for `step`; maybe fewer."""
+    fresh = (
+        g for g in groups.waiting(source.name) if g.shaped_seq <= through and staleness(g, step) <= source.staleness
+    )
+    return [group for group, _ in zip(fresh, range(count), strict=False)]
+
+
+def batch(
+    groups: Groups, decisions: Decisions, run: str, yielded: int, trained: int, through: int
+) -> Decision | None:
+    """The next batch with its plan, or None while it has to wait."""
+    step = yielded + 1
+    if step > decisions.steps or yielded - trained > decisions.batch.ahead:
+        return None
+    chosen = {s.name: members(groups, s, step, through, s.groups) for s in decisions.training()}
+    if any(len(chosen[s.name]) < s.groups for s in decisions.training()):
+        return None
+    plan = make_plan([g for each in chosen.values() for g in each], decisions, run, step)
+    body = orjson.dumps(plan.model_dump(mode="json"))
+    checksum = crc32c(body)
+    key = plan_key(run, step, checksum)
+    fact = BatchYielded(
+        step=step,
+        through=through,
+        policy_version=step - 1,
+        sources={name: _share(each, step) for name, each in chosen.items()},
+        microbatches=plan.microbatches,
+        plan=Ref(key=key, bytes=len(body), crc32c=checksum),
+    )
+    return Decision(fact, {key: body})
+
+
+def _loss_tokens(context: ContextMeta) -> int:
+    return sum(span.end - span.start for span in context.loss_spans)
+
+
+def _share(groups: list[Group], step: int) -> SourceShare:
+    rewards = [reward for group in groups for reward in group.rewards]
+    contexts = [c for group in groups for f in group.finished.values() for c in f.contexts]
+    return SourceShare(
+        groups=len(groups),
+        sequences=sum(len(group.finished) for group in groups),
+        tokens=sum(c.tokens for c in contexts),
+        loss_tokens=sum(_loss_tokens(c) for c in contexts),
+        mean_reward=sum(rewards) / len(rewards),
+        max_staleness=max(0, *(staleness(group, step) for group in groups)),
+    )
+
+
+def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) -> Plan:
+    """The plan of a batch of these groups."""
+    sequences: list[PlanSequence] = []
+    rows: list[_Row] = []
+    trained = [g for g in groups if any(_loss_tokens(c) for f in g.finished.values() for c in f.contexts)]
+    for group in trained:
+        weight = 1.0 / (len(trained) * sum(_loss_tokens(c) for f in group.finished.values() for c in f.contexts))
+        for finished, advantage in zip(group.ordered(), group.advantages, strict=True):
+            for index, context in enumerate(finished.contexts):
+                if _loss_tokens(context):
+                    rows.append(_Row(len(sequences), index, context.tokens, advantage, weight))
+            sequences.append(
+                PlanSequence(
+                    source=group.source,
+                    sample=group.sample,
+                    sequence=finished.sequence,
+                    payload=finished.payload,
+                    contexts=finished.contexts,
+                )
+            )
+    dp, budget = decisions.batch.dp, decisions.batch.token_budget
+    lengths = [row.tokens for row in rows]
+    bins = split_to_multiple(pack(lengths, budget), lengths, dp)
+    placed = spread([sum(cost(lengths[i]) for i in b) for b in bins], dp)
+    order = [
+        (rank, microbatch, i)
+        for rank, mine in enumerate(placed)
+        for microbatch, b in enumerate(mine)
+        for i in sorted(bins[b])
+    ]
+    plan = Plan(
+        run=run,
+        step=step,
+        policy_version=step - 1,
+        dp=dp,
+        microbatches=len(bins) // dp,
+        token_budget=budget,
+        loss_tokens=sum(_loss_tokens(c) for s in sequences for c in s.contexts),
+        sequences=tuple(sequences),
+        rows=PlanRows(
+            sequence=tuple(rows[i].sequence for _, _, i in order),
+            context=tuple(rows[i].context for _, _, i in order),
+            dp=tuple(rank for rank, _, _ in order),
+            microbatch=tuple(microbatch for _, microbatch, _ in order),
+            advantage=tuple(rows[i].advantage for _, _, i in order),
+            loss_weight=tuple(rows[i].weight for _, _, i in order),
+        ),
+    )
+    plan.check()
+    return plan

@@ -1,0 +1,1 @@
+"""From finished sequences to advantages: pure functions over metadata."""

@@ -1,0 +1,214 @@
+"""The mixer's and the sampler's cores together, over a log that is a list: whole runs without a broker."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.batch.mixer import MixerCore
+from pipeline.batch.sampler import SamplerCore
+from pipeline.decision import Core, Decision
+from schemas.config import RunConfig
+from schemas.envelope import Event
+from schemas.facts import (
+    BatchYielded,
+    Fact,
+    Failure,
+    PolicyPublished,
+    Ref,
+    RunStarted,
+    RunStopped,
+    SampleAccepted,
+    SampleCompleted,
+    SampleGraded,
+    SampleRejected,
+    SampleShaped,
+    SequenceDispatched,
+    SequenceFailed,
+    StepTrained,
+)
+from schemas.plan import Plan
+from tests.unit.factories import config, event, finished
+
+REF = Ref(key="k", bytes=0, crc32c=0)
+
+
+class World:
+    """Everything around the cores, in one thread: hosts, grader and trainer that do what is asked in random order.
+
+    The log keeps the exactly-once rule: the first fact on a subject stands.
+    """
+
+    def __init__(self, run_config: RunConfig, seed: int, failures: float = 0.1) -> None:
+        self.config = run_config
+        self.random = random.Random(seed)
+        self.failures = failures
+        self.log: list[Event] = []
+        self.subjects: dict[str, Fact] = {}
+        self.objects: dict[str, bytes] = {}
+        self.cores: list[tuple[Core, int]] = [(MixerCore("r"), 0), (SamplerCore("r"), 0)]
+        self.work: list[Fact] = []
+        self.lost = 0
+        self.publish(RunStarted(run="r", config=run_config.decisions()))
+
+    def publish(self, fact: Fact) -> None:
+        subject = fact.subject("r").text
+        if subject in self.subjects:
+            self.lost += 1
+            return
+        self.subjects[subject] = fact
+        self.log.append(event(fact, len(self.log) + 1))
+        if isinstance(fact, SequenceDispatched | SampleCompleted | BatchYielded):
+            self.work.append(fact)
+
+    def run(self, most: int = 20_000) -> None:
+        for _ in range(most):
+            if isinstance(self.log[-1].fact, RunStopped):
+                return
+            behind = [i for i, (_, at) in enumerate(self.cores) if at < len(self.log)]
+            if self.work and (not behind or self.random.random() < 0.4):
+                self.do(self.work.pop(self.random.randrange(len(self.work))))
+            elif behind:
+                self.advance(self.random.choice(behind))
+            else:
+                raise AssertionError(f"the run stands still after {self.log[-1].fact}")
+        raise AssertionError("the run does not end")
+
+    def advance(self, index: int) -> None:
+        core, at = self.cores[index]
+        self.cores[index] = (core, at + 1)
+        core.fold(self.log[at])
+        for decision in core.decide(self.log[at]):
+            self.objects.update(decision.objects)
+            self.publish(decision.fact)
+
+    def do(self, fact: Fact) -> None:
+        match fact:
+            case SequenceDispatched(sequence=sequence, sample=sample, source=source):
+                if self.random.random() < self.failures:
+                    failure = Failure(kind="infra", reason="engine_unavailable")
+                    self.publish(SequenceFailed(source=source, sample=sample, sequence=sequence, attempts=1, failure=failure))
+                else:
+                    version = max((e.fact.step for e in self.log if isinstance(e.fact, PolicyPublished)), default=0)
+                    reward = float(self.random.random() < 0.5)
+                    self.publish(finished(sequence, reward, tokens=self.random.randint(5, 60), version=version))
+            case SampleCompleted(source=source, sample=sample, rewards=rewards):
+                self.publish(SampleGraded(source=source, sample=sample, grader="none", rewards=rewards))
+            case BatchYielded(step=step):
+                ready = step == 1 or PolicyPublished(step=step - 1, weights=REF).subject("r").text in self.subjects
+                if not ready:
+                    self.work.append(fact)
+                    return
+                self.publish(
+                    StepTrained(
+                        step=step, parent=None, weights=REF, optimizer=REF, loss=0, grad_norm=0, kl=0, loss_tokens=0, seconds=0
+                    )
+                )
+                self.publish(PolicyPublished(step=step, weights=REF))
+            case _:
+                raise AssertionError(fact)
+
+    def facts(self, kind: type[Fact]) -> list[Fact]:
+        return [e.fact for e in self.log if type(e.fact) is kind]
+
+    def plans(self) -> list[Plan]:
+        return [Plan.model_validate_json(self.objects[f.plan.key]) for f in self.facts(BatchYielded)]  # type: ignore[attr-defined]
+
+
+@given(seed=st.integers(0, 10_000), ahead=st.integers(0, 2), staleness=st.integers(0, 2))
+@settings(max_examples=40, deadline=None)
+def test_every_run_ends_and_no_sequence_is_in_two_batches(seed: int, ahead: int, staleness: int) -> None:
+    source = {"pool": "p", "group_size": 3, "environment": {"kind": "arithmetic"}, "staleness": staleness}
+    world = World(
+        config(
+            batch={"ahead": ahead},
+            sources=[
+                {"name": "math", "groups": 2, **source},
+                {"name": "code", "groups": 1, **source},
+                {"name": "held-out", "groups": 0, "evaluate": 3, **source, "group_size": 1},
+            ],
+        ),
+        seed,
+    )
+    world.run()
+    assert [f.step for f in world.facts(BatchYielded)] == [1, 2, 3]  # type: ignore[attr-defined]
+    planned = Counter(s.sequence for plan in world.plans() for s in plan.sequences)
+    assert set(planned.values()) == {1}
+    rejected = {f.sample for f in world.facts(SampleRejected)}  # type: ignore[attr-defined]
+    for plan in world.plans():
+        groups = {s.sample for s in plan.sequences}
+        assert Counter(g.rpartition("-")[0] for g in groups) == {"math": 2, "code": 1}
+        assert not groups & rejected
+        versions = [c.min_version for s in plan.sequences for c in s.contexts]
+        assert plan.policy_version - min(versions) <= staleness
+        weights = [
+            w * sum(x.end - x.start for x in plan.sequences[s].contexts[c].loss_spans)
+            for s, c, w in zip(plan.rows.sequence, plan.rows.context, plan.rows.loss_weight, strict=True)
+        ]
+        assert sum(weights) == pytest.approx(1.0)
+    assert Counter(f.sample.rpartition("-")[0] for f in world.facts(SampleRejected))["held-out"] == 6  # type: ignore[attr-defined]
+
+
+@given(seed=st.integers(0, 10_000), cut=st.integers(1, 200))
+@settings(max_examples=30, deadline=None)
+def test_a_restarted_core_makes_the_same_decisions(seed: int, cut: int) -> None:
+    """Folding any prefix again decides every fact that the first process decided on it, in the same bytes."""
+    world = World(config(), seed)
+    world.run()
+    for core in (MixerCore("r"), SamplerCore("r")):
+        decided: dict[str, Decision] = {}
+        for found in world.log[:cut]:
+            core.fold(found)
+            for decision in core.decide(found):
+                decided.setdefault(decision.fact.subject("r").text, decision)
+        for subject, decision in decided.items():
+            if subject in world.subjects:
+                assert decision.fact == world.subjects[subject]
+                assert dict(decision.objects).items() <= world.objects.items()
+
+
+def test_two_samplers_and_mixers_never_contradict_each_other() -> None:
+    world = World(config(), seed=3)
+    world.cores += [(MixerCore("r"), 0), (SamplerCore("r"), 0)]
+    world.run()
+    assert world.lost > 0
+    assert [f.step for f in world.facts(BatchYielded)] == [1, 2, 3]  # type: ignore[attr-defined]
+
+
+def test_state_is_bounded_by_what_is_in_flight() -> None:
+    world = World(config(steps=12), seed=5)
+    world.run()
+    sampler = SamplerCore("r")
+    most = 0
+    for found in world.log:
+        sampler.fold(found)
+        most = max(most, len(sampler.groups))
+    in_play = sum(3 for _ in range(2))
+    assert most <= in_play * 2
+    assert len(world.facts(SampleAccepted)) >= 48
+
+
+def test_dispatch_follows_demand_and_rejections_are_refilled() -> None:
+    mixer, seq = MixerCore("r"), 0
+    published: set[str] = set()
+
+    def tell(fact: Fact) -> list[Fact]:
+        nonlocal seq
+        seq += 1
+        mixer.fold(event(fact, seq))
+        fresh = [d.fact for d in mixer.decide(event(fact, seq)) if d.fact.id() not in published]
+        published.update(f.id() for f in fresh)
+        for f in fresh:
+            seq += 1
+            mixer.fold(event(f, seq))
+        return fresh
+
+    first = tell(RunStarted(run="r", config=config().decisions()))
+    assert Counter(f.sample for f in first) == {f"{s}-{i:06d}": 2 for s in ("math", "code") for i in range(3)}  # type: ignore[attr-defined]
+    refill = tell(SampleRejected(source="math", sample="math-000001", reason="pass_rate"))
+    assert {f.sample for f in refill} == {"math-000003"}  # type: ignore[attr-defined]
+    assert tell(SampleShaped(source="math", sample="math-000000", estimator="grpo", advantages=(1.0, -1.0))) == []
