@@ -1,0 +1,1 @@
+"""Capture: from agents' HTTP dialogues to token sequences that an engine sampled."""

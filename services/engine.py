@@ -1,0 +1,60 @@
+"""The tiny engine as a service: serves the policy and follows `policy.published`.
+
+Promises:
+- after a restart it serves the newest published weights, never older ones than before;
+- weights are swapped in mid-generation; every token says the version that sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from pipeline.engines.policies import policy_dir
+from schemas.envelope import Event
+from schemas.facts import PolicyPublished
+from services.process import Context
+
+if TYPE_CHECKING:
+    from pipeline.engines.tiny.engine import TinyEngine
+
+
+async def serve(ctx: Context) -> None:
+    import torch
+
+    from pipeline.engines.tiny.engine import TinyEngine
+    from pipeline.engines.tiny.server import create_app
+    from pipeline.engines.tiny.server import serve as listen
+
+    settings = ctx.config.engine
+    torch.set_num_threads(settings.threads)
+    engine = TinyEngine(policy_dir(settings.policy), settings.max_running, settings.max_context)
+    newest = await ctx.log.latest("policy.published")
+    if newest is not None:
+        await _load(ctx, engine, newest)
+    address = urlsplit(settings.url)
+    runner, port = await listen(create_app(engine, model_name=settings.policy), address.hostname or "127.0.0.1", address.port or 0, None)
+    ctx.logger.info("serving %s, version %d, on port %d", settings.policy, engine.version, port)
+    following = asyncio.create_task(_follow(ctx, engine, newest.seq + 1 if newest is not None else 1))
+    stopping = asyncio.create_task(ctx.stop.wait())
+    try:
+        await asyncio.wait([following, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()
+    finally:
+        following.cancel()
+        stopping.cancel()
+        await runner.cleanup()
+
+
+async def _follow(ctx: Context, engine: TinyEngine, start: int) -> None:
+    async for event in ctx.log.subscribe("policy.published", start=start):
+        await _load(ctx, engine, event)
+
+
+async def _load(ctx: Context, engine: TinyEngine, event: Event) -> None:
+    fact = event.fact
+    assert isinstance(fact, PolicyPublished)
+    await engine.load_weights(await ctx.store.get(fact.weights), fact.step)
+    ctx.logger.info("loaded policy version %d", fact.step, extra={"step": fact.step})
