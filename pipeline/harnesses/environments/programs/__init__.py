@@ -1,0 +1,1 @@
+"""Programs that environments run in the sandbox. Standard library only; each reads stdin and prints its result."""
