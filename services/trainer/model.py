@@ -1,0 +1,48 @@
+"""The trained model: packed windows in, log-probabilities of the labels out; weights and optimizer to bytes and back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load as load_blob
+from safetensors.torch import save as save_blob
+from torch import Tensor
+
+from pipeline.engines.tiny.model import Llama
+
+
+def label_logprobs(model: Llama, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """log p(labels[t] | the context's tokens up to t), float32 [T], for a pack of B contexts, at temperature 1.
+
+    tokens, labels: int64 [T]; cu_seqlens: int32 [B + 1]. The pack is computed as one right-padded [B, longest] batch: on
+    a CPU a causal kernel without a mask is faster than one dense block-diagonal [T, T].
+    """
+    bounds = cu_seqlens.tolist()
+    lengths = torch.tensor([b - a for a, b in pairwise(bounds)])
+    real = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    padded = torch.zeros(real.shape, dtype=torch.int64)
+    padded[real] = tokens
+    logits = model(padded)[real]
+    return -F.cross_entropy(logits, labels, reduction="none")
+
+
+def optimizer_to_bytes(optimizer: torch.optim.AdamW, model: Llama) -> bytes:
+    """AdamW's moments and step counts, by parameter name."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"{key}/{name}"] = torch.as_tensor(value).contiguous()
+    return save_blob(tensors)
+
+
+def optimizer_from_bytes(optimizer: torch.optim.AdamW, model: Llama, blob: bytes) -> None:
+    """Inverse of `optimizer_to_bytes`; raises KeyError that names a parameter which the blob lacks."""
+    tensors = load_blob(blob)
+    for name, parameter in model.named_parameters():
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        missing = [key for key in keys if f"{key}/{name}" not in tensors]
+        if missing:
+            raise KeyError(f"optimizer state has no {missing[0]} of parameter {name}")
+        optimizer.state[parameter] = {key: tensors[f"{key}/{name}"] for key in keys}

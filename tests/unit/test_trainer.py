@@ -1,0 +1,82 @@
+"""The reference trainer's loss and packing: right values, and nothing trained that carries no loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the trainer needs torch")
+
+from pipeline.engines.tiny.model import Llama, LlamaConfig  # noqa: E402  # after importorskip
+from services.trainer.loss import policy_loss  # noqa: E402
+from services.trainer.model import label_logprobs, optimizer_from_bytes, optimizer_to_bytes  # noqa: E402
+
+
+def small() -> Llama:
+    torch.manual_seed(0)
+    return Llama(
+        LlamaConfig(
+            vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            head_dim=8,
+        )
+    )
+
+
+def test_loss_by_hand() -> None:
+    old = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5, 0.25]))
+    new = torch.log(torch.tensor([0.5, 0.9, 0.1, 0.9, 0.5])).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0])
+    terms = policy_loss(new, old, advantages, weights, clip_low=0.2, clip_high=0.28)
+    # min(r A, clip(r) A): 1.0; clipped up at 1.28; clipped down at 0.8; unclipped 1.8 (a pessimistic bound).
+    assert terms.loss.item() == pytest.approx(-(0.1 * 1.0 + 0.2 * 1.28 + 0.3 * -0.8 + 0.4 * -1.8), abs=1e-6)
+    assert terms.tokens.item() == 4
+    assert terms.clipped.item() == 3
+    assert terms.kl.item() == pytest.approx(-(math.log(1.8) + math.log(0.2) + math.log(1.8)), abs=1e-5)
+    terms.loss.backward()
+    assert new.grad is not None
+    # d/dlogp of w r A where unclipped, 0 where the bound holds or no loss is carried.
+    assert new.grad.tolist() == pytest.approx([-0.1, 0.0, 0.0, 0.4 * 1.8, 0.0], abs=1e-6)
+
+
+def test_garbage_where_no_loss_is_carried_changes_nothing() -> None:
+    new = torch.tensor([-1.0, -500.0], requires_grad=True)
+    terms = policy_loss(new, torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 9.0]), torch.tensor([1.0, 0.0]), 0.2, 0.28)
+    terms.loss.backward()
+    assert terms.loss.item() == pytest.approx(-2.0)
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-2.0, 0.0])
+
+
+def test_a_pack_gives_each_context_what_it_has_alone() -> None:
+    model = small()
+    contexts = [torch.randint(0, 31, (n,)) for n in (5, 2, 9)]
+    tokens = torch.cat(contexts)
+    labels = torch.cat([torch.cat([c[1:], torch.zeros(1, dtype=torch.int64)]) for c in contexts])
+    cu = torch.tensor([0, 5, 7, 16], dtype=torch.int32)
+    packed = label_logprobs(model, tokens, labels, cu)
+    for a, b, context in zip(cu.tolist(), cu.tolist()[1:], contexts, strict=False):
+        alone = torch.log_softmax(model(context[None])[0], -1)
+        expected = alone[:-1].gather(1, context[1:, None])[:, 0]
+        assert torch.allclose(packed[a : b - 1], expected, atol=1e-5)
+
+
+def test_optimizer_state_survives_bytes() -> None:
+    def step(model: Llama, optimizer: torch.optim.AdamW) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(6)[None]).square().mean().backward()
+        optimizer.step()
+
+    first, second = small(), small()
+    a = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    step(first, a)
+    b = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    second.load_state_dict(first.state_dict())
+    optimizer_from_bytes(b, second, optimizer_to_bytes(a, first))
+    step(first, a)
+    step(second, b)
+    for x, y in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(x, y)
+    with pytest.raises(KeyError, match="no step of parameter"):
+        optimizer_from_bytes(b, Llama(first.config.__class__.from_json(first.config.to_json() | {"num_hidden_layers": 3})), optimizer_to_bytes(a, first))
