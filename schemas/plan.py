@@ -66,9 +66,19 @@ class Plan(Frozen):
         seen: set[tuple[int, int]] = set()
         fill: dict[tuple[int, int], int] = {}
         for i in range(count):
+            if not 0 <= rows.sequence[i] < len(self.sequences):
+                raise ValueError(
+                    f"plan {self.run}/{self.step}: row {i} is of sequence {rows.sequence[i]}, there are {len(self.sequences)}"
+                )
+            if not 0 <= rows.context[i] < len(self.sequences[rows.sequence[i]].contexts):
+                raise ValueError(
+                    f"plan {self.run}/{self.step}: row {i} is of context {rows.context[i]}, which its sequence does not have"
+                )
             place, home = (rows.sequence[i], rows.context[i]), (rows.dp[i], rows.microbatch[i])
             if place in seen:
-                raise ValueError(f"plan {self.run}/{self.step}: sequence {place[0]} context {place[1]} is planned twice")
+                raise ValueError(
+                    f"plan {self.run}/{self.step}: sequence {place[0]} context {place[1]} is planned twice"
+                )
             if not (0 <= home[0] < self.dp and 0 <= home[1] < self.microbatches):
                 raise ValueError(f"plan {self.run}/{self.step}: row {i} sits at {home}, outside the batch")
             seen.add(place)

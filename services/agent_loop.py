@@ -27,7 +27,7 @@ from pipeline.capture.session import Session
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.client import EngineClient, EngineUnavailable
 from pipeline.engines.policies import policy_dir
-from pipeline.log import Delivery, serve_work
+from pipeline.log import Delivery, end_tasks, serve_work
 from pipeline.store import ObjectExists, StoreUnavailable
 from pipeline.store.keys import payload_key
 from pipeline.store.payload import write_payload
@@ -309,9 +309,7 @@ async def serve(ctx: Context) -> None:
                 for task in done:
                     task.result()
             finally:
-                for task in (serving, verdicts):
-                    task.cancel()
-                await asyncio.gather(serving, verdicts, return_exceptions=True)
+                await end_tasks((serving, verdicts))
         finally:
             await runner.cleanup()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pipeline.engines.policies import policy_dir
+from pipeline.log import end_tasks
 from schemas.envelope import Event
 from schemas.facts import PolicyPublished
 from services.process import Context
@@ -34,7 +35,12 @@ async def serve(ctx: Context) -> None:
     if newest is not None:
         await _load(ctx, engine, newest)
     address = urlsplit(settings.url)
-    runner, port = await listen(create_app(engine, model_name=settings.policy), address.hostname or "127.0.0.1", address.port or 0, None)
+    runner, port = await listen(
+        create_app(engine, model_name=settings.policy),
+        address.hostname or "127.0.0.1",
+        address.port or 0,
+        None,
+    )
     ctx.logger.info("serving %s, version %d, on port %d", settings.policy, engine.version, port)
     following = asyncio.create_task(_follow(ctx, engine, newest.seq + 1 if newest is not None else 1))
     stopping = asyncio.create_task(ctx.stop.wait())
@@ -43,8 +49,7 @@ async def serve(ctx: Context) -> None:
         if following.done():
             following.result()
     finally:
-        following.cancel()
-        stopping.cancel()
+        await end_tasks((following, stopping))
         await runner.cleanup()
 
 

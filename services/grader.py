@@ -34,7 +34,9 @@ def resolve(name: str) -> Grader:
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"grader {name!r} cannot be imported: {error}; give none, or module:function") from error
+        raise ValueError(
+            f"grader {name!r} cannot be imported: {error}; give none, or module:function"
+        ) from error
     if not callable(found):
         raise TypeError(f"grader {name!r} is not callable; give none, or module:function")
     return cast("Grader", found)
@@ -70,7 +72,11 @@ async def serve(ctx: Context) -> None:
         completed = delivery.event.fact
         assert isinstance(completed, SampleCompleted)
         name, grader = graders[completed.source]
-        graded = grade(name, grader, completed) if name == "none" else await asyncio.to_thread(grade, name, grader, completed)
+        graded = (
+            grade(name, grader, completed)
+            if name == "none"
+            else await asyncio.to_thread(grade, name, grader, completed)
+        )
         await ctx.log.publish(graded, delivery.event)
         await delivery.ack()
 

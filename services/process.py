@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import orjson
 
-from pipeline.log import Log
+from pipeline.log import Log, end_tasks
 from pipeline.store import ObjectStore
 from schemas.config import RunConfig
 
@@ -106,7 +106,7 @@ async def run_service(
         await serve(Context(config, name, log, store, stop, logger, index, pool))
         logger.info("stopped")
     finally:
-        ending.cancel()
+        await end_tasks([ending])
         await log.close()
 
 

@@ -64,7 +64,9 @@ class MixerCore:
     def decide(self, event: Event) -> list[Decision]:
         if self.decisions is None or self.stopped:
             return []
-        if not isinstance(event.fact, RunStarted | SampleRejected | BatchYielded | PolicyPublished | SequenceDispatched):
+        if not isinstance(
+            event.fact, RunStarted | SampleRejected | BatchYielded | PolicyPublished | SequenceDispatched
+        ):
             return []
         return [Decision(fact) for fact in self._facts(self.decisions)]
 

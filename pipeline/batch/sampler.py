@@ -81,10 +81,14 @@ class SamplerCore:
                 group = self.groups.get(sample)
                 if group is None:
                     return []
-                return [Decision(judge(group, self.decisions.source(group.source), rewards, self.yielded + 1))]
+                return [
+                    Decision(judge(group, self.decisions.source(group.source), rewards, self.yielded + 1))
+                ]
             case SampleAccepted(sample=sample):
                 group = self.groups.get(sample)
-                return [Decision(shape(group, self.decisions.source(group.source)))] if group is not None else []
+                return (
+                    [Decision(shape(group, self.decisions.source(group.source)))] if group is not None else []
+                )
             case SampleShaped() | StepTrained():
                 return self._batch(event)
             case BatchYielded():

@@ -38,7 +38,9 @@ class _Row:
 def members(groups: Groups, source: Source, step: int, through: int, count: int) -> list[Group]:
     """The oldest `count` groups of a source, shaped up to stream sequence `through` and fresh for `step`; maybe fewer."""
     fresh = (
-        g for g in groups.waiting(source.name) if g.shaped_seq <= through and staleness(g, step) <= source.staleness
+        g
+        for g in groups.waiting(source.name)
+        if g.shaped_seq <= through and staleness(g, step) <= source.staleness
     )
     return [group for group, _ in zip(fresh, range(count), strict=False)]
 
@@ -91,7 +93,9 @@ def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) ->
     rows: list[_Row] = []
     trained = [g for g in groups if any(_loss_tokens(c) for f in g.finished.values() for c in f.contexts)]
     for group in trained:
-        weight = 1.0 / (len(trained) * sum(_loss_tokens(c) for f in group.finished.values() for c in f.contexts))
+        weight = 1.0 / (
+            len(trained) * sum(_loss_tokens(c) for f in group.finished.values() for c in f.contexts)
+        )
         for finished, advantage in zip(group.ordered(), group.advantages, strict=True):
             for index, context in enumerate(finished.contexts):
                 if _loss_tokens(context):

@@ -32,13 +32,17 @@ def _token(broker: Broker) -> str | None:
     try:
         return Path(broker.token_file).read_text().strip()
     except OSError as error:
-        raise BrokerUnavailable(f"broker token file {broker.token_file}: {error.strerror}; set broker.token_file") from error
+        raise BrokerUnavailable(
+            f"broker token file {broker.token_file}: {error.strerror}; set broker.token_file"
+        ) from error
 
 
 async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:
     """A connected client; see the module's promises."""
     if not broker.url:
-        raise BrokerUnavailable("broker.url is empty: name a server (nats://host:port), or start the run with `packtrain demo`")
+        raise BrokerUnavailable(
+            "broker.url is empty: name a server (nats://host:port), or start the run with `packtrain demo`"
+        )
     token = _token(broker)
     reported: list[str] = []
 
@@ -68,13 +72,17 @@ async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:
             return client
         except (NatsError, OSError, TimeoutError) as error:
             await client.close()
-            reason = next((r for r in reversed(reported) if "Authorization" in r), "") or str(error) or "no answer"
+            reason = (
+                next((r for r in reversed(reported) if "Authorization" in r), "") or str(error) or "no answer"
+            )
             if "Authorization" in reason or "authorization" in reason:
                 raise BrokerUnavailable(
                     f"broker {broker.url} refused the token in {broker.token_file or '(none given)'}: {reason}; set broker.token_file"
                 ) from error
             if time.monotonic() > deadline:
-                raise BrokerUnavailable(f"broker {broker.url} is not reachable: {reason}; is nats-server running there?") from error
+                raise BrokerUnavailable(
+                    f"broker {broker.url} is not reachable: {reason}; is nats-server running there?"
+                ) from error
             await asyncio.sleep(_RECONNECT_WAIT_S)
 
 

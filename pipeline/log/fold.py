@@ -76,6 +76,8 @@ async def read_events(
                 if gap:
                     break
         except (NatsError, OSError, TimeoutError) as error:
+            if client.is_closed:
+                return
             _LOG.info("reading %s starts anew at %d: %s", subject, following, error or type(error).__name__)
             await asyncio.sleep(_RETRY_S)
         finally:

@@ -118,7 +118,11 @@ class Log:
                     raise
                 wait = _RETRY_S[min(attempt, len(_RETRY_S) - 1)]
                 if attempt in (3, 30, 300):
-                    _LOG.warning("publish of %s waits for the broker: %s", message.subject, error or type(error).__name__)
+                    _LOG.warning(
+                        "publish of %s waits for the broker: %s",
+                        message.subject,
+                        error or type(error).__name__,
+                    )
                 await asyncio.sleep(wait)
         raise AssertionError("unreachable")
 
@@ -214,7 +218,9 @@ class Log:
             Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: "0",
         }
         try:
-            await self._js.publish(f"{dead_letter_subject(self.run)}.{invalid.seq}", body, headers={**kept, **marks})
+            await self._js.publish(
+                f"{dead_letter_subject(self.run)}.{invalid.seq}", body, headers={**kept, **marks}
+            )
         except APIError as error:
             # Another reader was first: one dead letter for one message.
             if error.err_code not in _WRONG_LAST_SEQUENCE:
@@ -224,4 +230,6 @@ class Log:
         self, name: str, type_: str, *, source: str = "*", ack_wait_s: float, max_pending: int = 20_000
     ) -> Work:
         """The durable work consumer `name`: every matching fact is handled by one of its readers, until acknowledged."""
-        return await open_work(self._js, self, name, subject_filter(self.run, type_, source), ack_wait_s, max_pending)
+        return await open_work(
+            self._js, self, name, subject_filter(self.run, type_, source), ack_wait_s, max_pending
+        )

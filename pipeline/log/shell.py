@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from pipeline.decision import Core, Decision
 from pipeline.log.log import Log
+from pipeline.log.tasks import end_tasks
 from schemas.envelope import Event
 
 _AT_ONCE = 64
@@ -33,9 +34,7 @@ async def run_core(
     folding = asyncio.create_task(_run(log, core, write))
     stopping = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([folding, stopping], return_when=asyncio.FIRST_COMPLETED)
-    for task in (folding, stopping):
-        task.cancel()
-    await asyncio.gather(folding, stopping, return_exceptions=True)
+    await end_tasks((folding, stopping))
     if folding in done:
         folding.result()
 

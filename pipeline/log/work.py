@@ -22,6 +22,7 @@ from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
+from pipeline.log.tasks import end_tasks
 from schemas.envelope import Event, Invalid, Unknown
 
 _LOG = logging.getLogger("packtrain.work")
@@ -37,7 +38,9 @@ class Sorter(Protocol):
     @property
     def stream(self) -> str: ...
 
-    async def sort(self, subject: str, headers: dict[str, str] | None, body: bytes, seq: int) -> Event | Unknown | Invalid: ...
+    async def sort(
+        self, subject: str, headers: dict[str, str] | None, body: bytes, seq: int
+    ) -> Event | Unknown | Invalid: ...
 
 
 class Delivery:
@@ -67,7 +70,9 @@ class Delivery:
 class Work:
     """A durable work consumer; any number of processes may read it."""
 
-    def __init__(self, js: JetStreamContext, sorter: Sorter, name: str, config: ConsumerConfig, ack_wait_s: float) -> None:
+    def __init__(
+        self, js: JetStreamContext, sorter: Sorter, name: str, config: ConsumerConfig, ack_wait_s: float
+    ) -> None:
         self._js = js
         self._sorter = sorter
         self._config = config
@@ -79,7 +84,9 @@ class Work:
         """Declares the consumer (idempotent) and binds to it."""
         # pull_subscribe on an existing durable ignores the configuration that it is given: declare, then bind.
         await self._js.add_consumer(self._sorter.stream, self._config)
-        self._subscription = await self._js.pull_subscribe_bind(consumer=self.name, stream=self._sorter.stream)
+        self._subscription = await self._js.pull_subscribe_bind(
+            consumer=self.name, stream=self._sorter.stream
+        )
 
     async def fetch(self, most: int, timeout_s: float = _FETCH_S) -> list[Delivery]:
         """Up to `most` deliveries, fewer or none when there are not so many within `timeout_s`."""
@@ -150,10 +157,7 @@ async def serve_work(
                 running.add(task)
                 task.add_done_callback(running.discard)
     finally:
-        stopped.cancel()
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks([stopped, *running])
 
 
 async def _handle(work: Work, delivery: Delivery, handler: Callable[[Delivery], Awaitable[None]]) -> None:
@@ -161,7 +165,9 @@ async def _handle(work: Work, delivery: Delivery, handler: Callable[[Delivery], 
     try:
         await handler(delivery)
         if not delivery.settled:
-            raise RuntimeError(f"handler of work {work.name!r} neither acknowledged nor retried {delivery.event.fact.id()}")
+            raise RuntimeError(
+                f"handler of work {work.name!r} neither acknowledged nor retried {delivery.event.fact.id()}"
+            )
     except asyncio.CancelledError:
         await _hand_back(delivery, 0.0)
         raise

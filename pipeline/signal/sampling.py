@@ -54,7 +54,9 @@ class Group:
 
     def min_version(self) -> int:
         """The oldest policy version among the sampled tokens of the group."""
-        return min((c.min_version for f in self.finished.values() for c in f.contexts if c.generated), default=0)
+        return min(
+            (c.min_version for f in self.finished.values() for c in f.contexts if c.generated), default=0
+        )
 
     def tokens(self) -> int:
         return sum(c.tokens for f in self.finished.values() for c in f.contexts)
@@ -126,7 +128,9 @@ def complete(group: Group) -> SampleCompleted | None:
     )
 
 
-def judge(group: Group, source: Source, rewards: tuple[float, ...], step: int) -> SampleAccepted | SampleRejected:
+def judge(
+    group: Group, source: Source, rewards: tuple[float, ...], step: int
+) -> SampleAccepted | SampleRejected:
     """Whether the group will be trained in batch `step` or later; `rewards` are the grader's, in member order."""
     passes = sum(reward >= source.accept.pass_reward for reward in rewards)
     rate = passes / len(rewards) if rewards else None

@@ -87,14 +87,19 @@ class Rank:
         self._optimizer.step()
         if not self._leads:
             return
-        weights, optimizer = weights_to_bytes(self._model.state_dict()), optimizer_to_bytes(self._optimizer, self._model)
+        weights, optimizer = (
+            weights_to_bytes(self._model.state_dict()),
+            optimizer_to_bytes(self._optimizer, self._model),
+        )
         nonce = secrets.token_hex(4)
         written = self._await(self._ctx.store.create(weights_key(self._ctx.run, step, nonce), weights))
         fact = StepTrained(
             step=step,
             parent=self._last.weights if self._last else None,
             weights=written,
-            optimizer=self._await(self._ctx.store.create(optimizer_key(self._ctx.run, step, nonce), optimizer)),
+            optimizer=self._await(
+                self._ctx.store.create(optimizer_key(self._ctx.run, step, nonce), optimizer)
+            ),
             loss=loss,
             grad_norm=float(norm),
             kl=kl / max(tokens, 1),

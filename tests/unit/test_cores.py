@@ -91,21 +91,40 @@ class World:
             case SequenceDispatched(sequence=sequence, sample=sample, source=source):
                 if self.random.random() < self.failures:
                     failure = Failure(kind="infra", reason="engine_unavailable")
-                    self.publish(SequenceFailed(source=source, sample=sample, sequence=sequence, attempts=1, failure=failure))
+                    self.publish(
+                        SequenceFailed(
+                            source=source, sample=sample, sequence=sequence, attempts=1, failure=failure
+                        )
+                    )
                 else:
-                    version = max((e.fact.step for e in self.log if isinstance(e.fact, PolicyPublished)), default=0)
+                    version = max(
+                        (e.fact.step for e in self.log if isinstance(e.fact, PolicyPublished)), default=0
+                    )
                     reward = float(self.random.random() < 0.5)
-                    self.publish(finished(sequence, reward, tokens=self.random.randint(5, 60), version=version))
+                    self.publish(
+                        finished(sequence, reward, tokens=self.random.randint(5, 60), version=version)
+                    )
             case SampleCompleted(source=source, sample=sample, rewards=rewards):
                 self.publish(SampleGraded(source=source, sample=sample, grader="none", rewards=rewards))
             case BatchYielded(step=step):
-                ready = step == 1 or PolicyPublished(step=step - 1, weights=REF).subject("r").text in self.subjects
+                ready = (
+                    step == 1
+                    or PolicyPublished(step=step - 1, weights=REF).subject("r").text in self.subjects
+                )
                 if not ready:
                     self.work.append(fact)
                     return
                 self.publish(
                     StepTrained(
-                        step=step, parent=None, weights=REF, optimizer=REF, loss=0, grad_norm=0, kl=0, loss_tokens=0, seconds=0
+                        step=step,
+                        parent=None,
+                        weights=REF,
+                        optimizer=REF,
+                        loss=0,
+                        grad_norm=0,
+                        kl=0,
+                        loss_tokens=0,
+                        seconds=0,
                     )
                 )
                 self.publish(PolicyPublished(step=step, weights=REF))
@@ -211,4 +230,7 @@ def test_dispatch_follows_demand_and_rejections_are_refilled() -> None:
     assert Counter(f.sample for f in first) == {f"{s}-{i:06d}": 2 for s in ("math", "code") for i in range(3)}  # type: ignore[attr-defined]
     refill = tell(SampleRejected(source="math", sample="math-000001", reason="pass_rate"))
     assert {f.sample for f in refill} == {"math-000003"}  # type: ignore[attr-defined]
-    assert tell(SampleShaped(source="math", sample="math-000000", estimator="grpo", advantages=(1.0, -1.0))) == []
+    assert (
+        tell(SampleShaped(source="math", sample="math-000000", estimator="grpo", advantages=(1.0, -1.0)))
+        == []
+    )

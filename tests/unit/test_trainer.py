@@ -17,7 +17,12 @@ def small() -> Llama:
     torch.manual_seed(0)
     return Llama(
         LlamaConfig(
-            vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
             head_dim=8,
         )
     )
@@ -42,7 +47,9 @@ def test_loss_by_hand() -> None:
 
 def test_garbage_where_no_loss_is_carried_changes_nothing() -> None:
     new = torch.tensor([-1.0, -500.0], requires_grad=True)
-    terms = policy_loss(new, torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 9.0]), torch.tensor([1.0, 0.0]), 0.2, 0.28)
+    terms = policy_loss(
+        new, torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 9.0]), torch.tensor([1.0, 0.0]), 0.2, 0.28
+    )
     terms.loss.backward()
     assert terms.loss.item() == pytest.approx(-2.0)
     assert new.grad is not None
@@ -63,7 +70,7 @@ def test_a_pack_gives_each_context_what_it_has_alone() -> None:
 
 
 def test_optimizer_state_survives_bytes() -> None:
-    def step(model: Llama, optimizer: torch.optim.AdamW) -> None:
+    def step(model: Llama, optimizer) -> None:
         optimizer.zero_grad()
         model(torch.arange(6)[None]).square().mean().backward()
         optimizer.step()
@@ -79,4 +86,8 @@ def test_optimizer_state_survives_bytes() -> None:
     for x, y in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(x, y)
     with pytest.raises(KeyError, match="no step of parameter"):
-        optimizer_from_bytes(b, Llama(first.config.__class__.from_json(first.config.to_json() | {"num_hidden_layers": 3})), optimizer_to_bytes(a, first))
+        optimizer_from_bytes(
+            b,
+            Llama(first.config.__class__.from_json(first.config.to_json() | {"num_hidden_layers": 3})),
+            optimizer_to_bytes(a, first),
+        )

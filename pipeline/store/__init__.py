@@ -1,0 +1,14 @@
+"""Objects: write-once bytes by key, the payload format, and reads by column and by row range."""
+
+from pipeline.store.errors import ObjectDamaged, ObjectExists, ObjectMissing, StoreError, StoreUnavailable
+from pipeline.store.objects import Counters, ObjectStore
+
+__all__ = [
+    "Counters",
+    "ObjectDamaged",
+    "ObjectExists",
+    "ObjectMissing",
+    "ObjectStore",
+    "StoreError",
+    "StoreUnavailable",
+]

@@ -1,0 +1,36 @@
+"""Which keys may name an object. Promises: a checked key never leaves the store's prefix (no `..`, no absolute path, no
+empty component). `schemas.keys` says where the objects of a run lie; its names stand here too."""
+
+from __future__ import annotations
+
+import re
+
+from schemas.keys import payload_key, plan_key, weights_key
+
+__all__ = ["MAX_KEY", "BadKey", "checked_key", "checked_prefix", "payload_key", "plan_key", "weights_key"]
+
+MAX_KEY = 512
+_KEY = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+
+
+class BadKey(ValueError):
+    """A key that may not name an object."""
+
+
+def checked_key(key: str) -> str:
+    """`key` itself; raises `BadKey` unless it is relative, of `[A-Za-z0-9_.-]` components, none of them `.` or `..`."""
+    if len(key) > MAX_KEY:
+        raise BadKey(
+            f"object key {key[:80]!r}... has {len(key)} characters, limit {MAX_KEY}; shorten its names"
+        )
+    if not _KEY.fullmatch(key) or not {".", ".."}.isdisjoint(key.split("/")):
+        raise BadKey(
+            f"object key {key!r} is not a relative path of A-Z a-z 0-9 _ - . components without '.' or '..'; "
+            "build keys with schemas.keys"
+        )
+    return key
+
+
+def checked_prefix(prefix: str) -> str:
+    """A listing prefix: a key, an optional trailing slash, or nothing. Raises `BadKey`."""
+    return checked_key(prefix.removesuffix("/")) if prefix else ""

@@ -1,0 +1,1 @@
+"""Deployable services, one module each, and the command line that starts them."""
