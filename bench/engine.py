@@ -18,8 +18,8 @@ from pipeline.capture.messages import Message
 from pipeline.capture.renderer import ChatMLRenderer
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.client import EngineClient
+from pipeline.engines.policies import TINY, policy_dir
 from pipeline.engines.tiny.engine import TinyEngine
-from pipeline.engines.tiny.model import shipped_policy_dir
 from pipeline.engines.tiny.server import create_app, serve
 from pipeline.engines.wire import SamplingParams
 
@@ -53,7 +53,7 @@ async def measure(policy: Path, tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Throughput of the tiny engine.")
-    parser.add_argument("--policy", type=Path, default=shipped_policy_dir())
+    parser.add_argument("--policy", type=Path, default=policy_dir(TINY))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

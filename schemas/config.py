@@ -65,7 +65,7 @@ class Engine(Section):
 class Pool(Section):
     """Hosts that import the same harness codebase."""
 
-    name: Name
+    name: Name = Field(description="pool id, in subjects and process names")
     harness: str = Field(description="chat, tool, or module:Class of an adapter")
     hosts: int = Field(default=1, ge=1, le=1024, description="processes")
     tenants: int = Field(default=32, ge=1, le=10_000, description="harness instances in one host at a time")
@@ -133,7 +133,7 @@ class Accept(Section):
 class Source(Section):
     """A named task distribution with a share of every batch."""
 
-    name: Name
+    name: Name = Field(description="source id, in subjects, object keys and sample ids")
     pool: Name = Field(description="the pool whose harness runs it")
     groups: int = Field(ge=0, description="groups that it gives to every batch; 0 for an evaluation source")
     group_size: int = Field(default=8, ge=1, le=1024, description="sequences of one sample")
@@ -194,10 +194,10 @@ class Trainer(Section):
     """The reference trainer."""
 
     lr: float = Field(default=1e-4, gt=0, description="AdamW learning rate")
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="PPO ratio is clipped to at least 1 - this")
     clip_high: float = Field(default=0.28, gt=0, description="PPO ratio is clipped to at most 1 + this")
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this global norm")
     rendezvous: str = Field(default="", description="host:port of rank 0; empty: a free loopback port")
     threads: int = Field(default=1, ge=1, le=256, description="torch threads of a rank")
 

@@ -17,7 +17,7 @@ def policy_dir(policy: str) -> Path:
     directory = Path(__file__).parent / "tiny" / "policy" if policy == TINY else Path(policy)
     if not directory.is_dir():
         raise PolicyMissing(
-            f"policy {policy!r} is not a directory; name {TINY}, or a directory with {', '.join(FILES)}"
+            f"policy {policy!r} is not a directory; name {TINY}, smollm2 (to the launcher), or a directory with {', '.join(FILES)}"
         )
     missing = [name for name in FILES if not (directory / name).is_file()]
     if missing:

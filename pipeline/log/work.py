@@ -26,7 +26,7 @@ from pipeline.log.tasks import end_tasks
 from schemas.envelope import Event, Invalid, Unknown
 
 _LOG = logging.getLogger("packtrain.work")
-_FETCH_S = 1.0
+_FETCH_S = 0.5
 _RETRY_S = 0.3
 _UNKNOWN_S = 5.0
 _BACKOFF_S = (0.5, 1.0, 2.0, 5.0)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from pipeline.capture.messages import Message, Tool, ToolCall
 from pipeline.capture.renderer import ChatMLRenderer, TemplateError
 from pipeline.capture.tokenizer import PolicyTokenizer
-from pipeline.engines.tiny.model import shipped_policy_dir
+from pipeline.engines.policies import TINY, policy_dir
 
 
 def byte_level(specials: list[str]) -> PolicyTokenizer:
@@ -33,7 +33,7 @@ def byte_level(specials: list[str]) -> PolicyTokenizer:
 
 # One policy knows tool-call tokens, the other spells them as text, as SmolLM2 does.
 RENDERERS = {
-    "tokens": ChatMLRenderer(PolicyTokenizer.load(shipped_policy_dir())),
+    "tokens": ChatMLRenderer(PolicyTokenizer.load(policy_dir(TINY))),
     "text": ChatMLRenderer(byte_level(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])),
 }
 CALCULATOR = Tool(

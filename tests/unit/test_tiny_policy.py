@@ -14,7 +14,8 @@ import torch
 
 from pipeline.capture.renderer import ChatMLRenderer
 from pipeline.capture.tokenizer import PolicyTokenizer
-from pipeline.engines.tiny.model import load_model, load_policy, shipped_policy_dir
+from pipeline.engines.policies import TINY, policy_dir
+from pipeline.engines.tiny.model import load_model, load_policy
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "tiny_policy" / "train.py"
 
@@ -32,15 +33,15 @@ def train():
 
 @pytest.fixture(scope="module")
 def renderer() -> ChatMLRenderer:
-    return ChatMLRenderer(PolicyTokenizer.load(shipped_policy_dir()))
+    return ChatMLRenderer(PolicyTokenizer.load(policy_dir(TINY)))
 
 
 def test_the_policy_fits_its_tokenizer_and_its_budget(renderer: ChatMLRenderer):
-    config, state = load_policy(shipped_policy_dir())
+    config, state = load_policy(policy_dir(TINY))
     assert config.vocab_size == renderer.tokenizer.vocab_size <= 512
     assert config.eos_token_id == renderer.stop_token_ids[0]
     assert all(t.dtype == torch.float32 and torch.isfinite(t).all() for t in state.values())
-    assert sum(f.stat().st_size for f in shipped_policy_dir().iterdir()) <= 4_000_000
+    assert sum(f.stat().st_size for f in policy_dir(TINY).iterdir()) <= 4_000_000
 
 
 def test_digits_are_tokens_of_their_own(renderer: ChatMLRenderer):
@@ -93,7 +94,7 @@ def test_loss_covers_what_the_policy_samples_and_nothing_else(train, renderer: C
 
 
 def test_running_the_common_prefix_once_gives_the_same_loss(train, renderer: ChatMLRenderer):
-    model = load_model(shipped_policy_dir())
+    model = load_model(policy_dir(TINY))
     rng = random.Random(5)
     demonstrator = train.Demonstrator(renderer, 0.0)
     tokens, mask = train.pad([demonstrator.calculator(rng, *train.draw_calculator(rng)) for _ in range(8)], 0)
@@ -106,7 +107,7 @@ def test_running_the_common_prefix_once_gives_the_same_loss(train, renderer: Cha
 
 def test_about_half_of_the_samples_are_right_and_siblings_differ(train, renderer: ChatMLRenderer):
     """What reinforcement learning needs of its first policy, on expressions that no demonstration showed."""
-    model = load_model(shipped_policy_dir()).eval()
+    model = load_model(policy_dir(TINY)).eval()
     found = train.measure(model, renderer, seed=11, prompts=32, group=8)
     for source in ("arithmetic", "calculator"):
         assert 0.3 <= found[source] <= 0.7, found

@@ -229,8 +229,3 @@ def load_model(path: str | Path) -> Llama:
     model = Llama(config)
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict=True)
     return model
-
-
-def shipped_policy_dir() -> Path:
-    """The tiny policy that ships as package data."""
-    return Path(__file__).parent / "policy"

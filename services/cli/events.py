@@ -1,0 +1,146 @@
+"""`packtrain events`: the log of a run as lines, filtered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.log import Log
+from pipeline.log.tasks import end_tasks
+from schemas.envelope import Event
+from schemas.facts import FACTS, RunStopped
+from schemas.names import checked_name
+from services.cli.embedded import LaunchError
+from services.cli.reach import broker_of, find_run
+
+_TAIL = 10
+_QUIET_S = 3.0
+_IDS = ("source", "sample", "sequence", "run")
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which events are shown; None lets all through."""
+
+    type: str | None
+    source: str | None
+    id: str | None
+
+    def check(self) -> None:
+        """Raises LaunchError on a type that there is not, BadName on a source or id that can be none."""
+        if self.type is not None and self.type not in FACTS:
+            raise LaunchError(f"no event type {self.type!r}; types: {', '.join(sorted(FACTS))}")
+        for what, name in (("--source", self.source), ("--id", self.id)):
+            if name is not None:
+                checked_name(name, what)
+
+    def passes(self, event: Event) -> bool:
+        """An id is the event's own, its sample's, or that of what is a part of it (`s-000001` has `s-000001-3-a1`)."""
+        fact = event.fact
+        ids = (fact.id(), fact.correlation())
+        return (
+            self.type in (None, fact.type)
+            and self.source in (None, fact.scope(), getattr(fact, "source", None))
+            and (self.id is None or self.id in ids or fact.id().startswith(f"{self.id}-"))
+        )
+
+
+def show(
+    config: Path | None,
+    directory: Path,
+    run: str | None,
+    chosen: Filter,
+    as_json: bool,
+    follow: bool,
+    write: Callable[[str], None],
+) -> None:
+    """Writes the events of a run, one a line: those in the log, or the newest and what follows until the run stops."""
+    chosen.check()
+    asyncio.run(_show(config, directory, run, chosen, as_json, follow, write))
+
+
+async def _show(
+    config: Path | None,
+    directory: Path,
+    run: str | None,
+    chosen: Filter,
+    as_json: bool,
+    follow: bool,
+    write: Callable[[str], None],
+) -> None:
+    found = find_run(config, directory, run)
+    async with broker_of(found) as broker:
+        log = await Log.connect(broker, found.run, "cli")
+        try:
+            if not await log.exists():
+                raise LaunchError(f"broker {broker.url} has no run {found.run!r}")
+            events = _followed(log) if follow else _recorded(log)
+            async for event in events:
+                if chosen.passes(event):
+                    write(as_line(event, found.run) if as_json else line(event))
+            if log.skipped:
+                write(f"# skipped: {dict(log.skipped)}")
+        finally:
+            await log.close()
+
+
+async def _followed(log: Log) -> AsyncIterator[Event]:
+    async for event in log.subscribe(start=max(1, await log.head() - _TAIL + 1), poll_s=1.0):
+        yield event
+        if isinstance(event.fact, RunStopped):
+            return
+
+
+async def _recorded(log: Log) -> AsyncIterator[Event]:
+    """Up to the newest message. It may be one that is no event to us, which shows only as silence after the last."""
+    head = await log.head()
+    events = log.subscribe(poll_s=1.0)
+    following: asyncio.Task[Event] | None = None
+    try:
+        while head:
+            following = asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait([following], timeout=_QUIET_S)
+            if not done:
+                return
+            event = following.result()
+            if event.seq > head:
+                return
+            yield event
+            if event.seq == head:
+                return
+    finally:
+        if following is not None:
+            await end_tasks([following])
+        await events.aclose()  # pyright: ignore[reportAttributeAccessIssue]  # it is an async generator
+
+
+def as_line(event: Event, run: str) -> str:
+    """Envelope and body as one JSON object."""
+    envelope = {
+        "seq": event.seq,
+        "id": event.id,
+        "type": event.fact.type,
+        "time": event.time.isoformat(),
+        "source": event.producer,
+        "subject": event.fact.subject(run).text,
+        "causationid": event.causation,
+        "correlationid": event.correlation,
+        "data": event.fact.model_dump(mode="json"),
+    }
+    return json.dumps({key: value for key, value in envelope.items() if value is not None})
+
+
+def line(event: Event) -> str:
+    """Sequence number, time, type, scope, id, and the body's plain values: JSON, so that no control character gets out."""
+    body: dict[str, Any] = event.fact.model_dump(mode="json")
+    values = [
+        f"{k}={json.dumps(v)}" for k, v in body.items() if k not in _IDS and isinstance(v, str | int | float)
+    ]
+    head = f"{event.seq:>7}  {event.time:%H:%M:%S.%f}"[:-3]
+    return (
+        f"{head}  {event.fact.type:<19} {event.fact.scope()} {event.fact.id()}  {' '.join(values)}".rstrip()
+    )

@@ -1,0 +1,315 @@
+"""`packtrain demo` and `packtrain run`: from a configuration to a finished run, all processes on this machine.
+
+Promises:
+- what cannot work is told in one line before a service starts: directory, engine, policy, addresses, store, broker;
+- however the launcher ends, no process that it started is left;
+- services are started by the command that deployment uses, with a configuration file that holds no secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from nats.errors import Error as NatsError
+from rich.console import Console
+
+from pipeline.config import dumps
+from pipeline.log import Log
+from pipeline.log.tasks import end_tasks
+from schemas.config import Broker, RunConfig
+from schemas.facts import ALL, RunStarted
+from services.cli import summary
+from services.cli.embedded import (
+    LOOPBACK,
+    DirectoryLock,
+    LaunchError,
+    broker_member,
+    check_address,
+    free_port,
+    make_directory,
+    secret_file,
+    socket_directory,
+)
+from services.cli.live import Screen
+from services.cli.policy import resolve_policy
+from services.cli.runs import Choice, Known, choose, unit_arguments
+from services.cli.supervise import Member, Supervisor, Unit
+from services.dashboard import View, fold
+
+INTERRUPTED = 130
+_BROKER_S = 5.0
+_ENGINE_S = 5.0
+_STORE_S = 10.0
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is started and shown; none of it is part of the run."""
+
+    fresh: bool = False
+    plain: bool = False
+
+
+def run(config: RunConfig, options: Options, console: Console) -> int:
+    """Runs to the end; the exit status. Raises LaunchError, GaveUp, BrokerUnavailable or StoreUnavailable: one line each."""
+    directory = make_directory(Path(config.directory).absolute())
+    with DirectoryLock(directory):
+        # What the log client says about a broker that restarts belongs in a file, not across the live view.
+        logging.basicConfig(
+            filename=directory / "launcher.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
+        )
+        return asyncio.run(_Launch(config, options, directory, console).run())
+
+
+class _Launch:
+    def __init__(self, config: RunConfig, options: Options, directory: Path, console: Console) -> None:
+        self.config = config
+        self.options = options
+        self.directory = directory
+        self.console = console
+        self.view = View()
+        self.choice: Choice | None = None
+        self.log: Log | None = None
+        self._scratch = Path(tempfile.gettempdir()) / f"packtrain-{os.getpid()}"
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self.supervisor = Supervisor(self._record_processes)
+        interrupted: asyncio.Future[None] = loop.create_future()
+
+        def interrupt() -> None:
+            if interrupted.done():
+                self.supervisor.kill()  # a second Ctrl-C does not wait
+            else:
+                interrupted.set_result(None)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        body = asyncio.create_task(self._body())
+        try:
+            await asyncio.wait(
+                [body, interrupted, self.supervisor.gave_up], return_when=asyncio.FIRST_COMPLETED
+            )
+            self.supervisor.ending.set()
+            if body.done():
+                await self._end(body.result())
+            elif self.supervisor.gave_up.done():
+                self.supervisor.gave_up.result()
+        finally:
+            await end_tasks([body])
+            await self._stop_services()
+            if self.log is not None:
+                await self.log.close()
+            await self.supervisor.stop()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        stopped = self.view.stopped
+        if stopped is not None:
+            return 0 if stopped.reason == "completed" else 1
+        if self.choice is not None:
+            self._say(f"stopped; run {self.choice.run} is unfinished, the same command goes on with it")
+        return INTERRUPTED
+
+    async def _body(self) -> RunConfig:
+        """From the checks to the end of the run; what it was run with."""
+        await self._check_given()
+        broker = self._broker()
+        self.choice = await choose(self.config, self.options.fresh, self._looker(broker), self.directory)
+        if self.choice.note:
+            self._say(self.choice.note)
+        config = self._resolve(self.choice.run, broker)
+        await self._check_store(config)
+        self.log = await Log.connect(broker, config.run, "launcher", _BROKER_S)
+        await self._begin(self.log, config)
+        self._start(config)
+        await self._watch(self.log)
+        return config
+
+    async def _end(self, config: RunConfig) -> None:
+        assert self.log is not None
+        await self._stop_services()
+        summary.show(self.console, self.view, await self.log.size(), self.supervisor.restarts, config)
+
+    async def _check_given(self) -> None:
+        config = self.config
+        policy = resolve_policy(config.engine.policy, self.directory)
+        self.config = config.model_copy(
+            update={"engine": config.engine.model_copy(update={"policy": policy})}
+        )
+        if "@" in config.broker.url:
+            raise LaunchError(
+                "a broker URL may hold no credentials: put the token in a file and name it with --nats-token-file"
+            )
+        if config.trainer.rendezvous:
+            check_address(config.trainer.rendezvous, "trainer.rendezvous")
+        if config.engine.url:
+            await asyncio.to_thread(check_engine, config.engine.url)
+
+    def _broker(self) -> Broker:
+        if self.config.broker.url:
+            return self.config.broker
+        member, broker = broker_member(self.directory, free_port())
+        self.supervisor.keep(Unit("broker", (member,)))
+        return broker
+
+    def _looker(self, broker: Broker):
+        async def look(name: str) -> Known | None:
+            log = await Log.connect(broker, name, "launcher", _BROKER_S)
+            try:
+                if not await log.exists():
+                    return None
+                started = await log.last(RunStarted.type, ALL, name)
+                stopped = await log.last("run.stopped", ALL, name)
+            except NatsError as error:
+                reason = str(error) or type(error).__name__
+                raise LaunchError(
+                    f"broker {broker.url} does not serve JetStream: {reason}; start it with -js"
+                ) from error
+            finally:
+                await log.close()
+            decisions = started.fact.config if started and isinstance(started.fact, RunStarted) else None
+            return Known(decisions, stopped is not None)
+
+        return look
+
+    def _resolve(self, run: str, broker: Broker) -> RunConfig:
+        """The configuration with everything filled in that was left open; written to the run's directory."""
+        given = self.config
+        home = make_directory(self.directory / "runs" / run)
+        make_directory(home / "logs")
+        update: dict[str, Any] = {
+            "run": run,
+            "directory": str(self.directory),
+            "broker": _absolute(broker, "token_file"),
+        }
+        store = given.store.model_copy(
+            update={} if given.store.url else {"url": (self.directory / "objects").as_uri()}
+        )
+        update["store"] = _absolute(store, "credentials_file")
+        if not given.engine.url:
+            update["engine"] = given.engine.model_copy(update={"url": f"http://{LOOPBACK}:{free_port()}"})
+        if not given.agent_loop.run_key_file:
+            key = secret_file(self.directory / "secrets" / f"run-key-{run}")
+            update["agent_loop"] = given.agent_loop.model_copy(update={"run_key_file": str(key)})
+        sockets = given.packer.socket_dir or str(socket_directory(home / "sockets", self._scratch))
+        update["packer"] = given.packer.model_copy(update={"socket_dir": sockets})
+        if not given.trainer.rendezvous:
+            update["trainer"] = given.trainer.model_copy(update={"rendezvous": f"{LOOPBACK}:{free_port()}"})
+        config = given.model_copy(update=update)
+        (home / "config.toml").write_text(dumps(config))
+        return config
+
+    async def _check_store(self, config: RunConfig) -> None:
+        from pipeline.store import ObjectStore, StoreUnavailable
+
+        try:
+            store = ObjectStore.open(config.store, patience_s=_STORE_S)
+            await store.size(f"runs/{config.run}/probe")
+        except (ValueError, StoreUnavailable) as error:
+            raise LaunchError(str(error)) from error
+
+    async def _begin(self, log: Log, config: RunConfig) -> None:
+        assert self.choice is not None
+        await log.create()
+        published = await log.publish(RunStarted(run=config.run, config=config.decisions()))
+        if not published.won and not self.choice.resumed:
+            raise LaunchError(
+                f"run {config.run} was started by another launcher just now; take another name with --run"
+            )
+
+    def _start(self, config: RunConfig) -> None:
+        home = self.directory / "runs" / config.run
+        # -P: a directory named `services` where the user stands is not ours.
+        command = (sys.executable, "-P", "-m", "services.cli.main", "service")
+        units = unit_arguments(config)
+        if not self.config.engine.url:
+            units.insert(0, ("engine", [("engine", ["engine"])]))
+        for name, members in units:
+            self.supervisor.keep(
+                Unit(
+                    name,
+                    tuple(
+                        Member(
+                            member,
+                            (*command, *arguments, "--config", str(home / "config.toml")),
+                            home / "logs" / f"{member}.log",
+                        )
+                        for member, arguments in members
+                    ),
+                )
+            )
+
+    async def _watch(self, log: Log) -> None:
+        supervisor = self.supervisor
+        with Screen(
+            self.console, self.view, supervisor.restarts, supervisor.causes, self.options.plain
+        ) as screen:
+            ticking = asyncio.create_task(screen.tick())
+            try:
+                async for event in log.subscribe():
+                    fold(self.view, event)
+                    screen.event(event)
+                    if self.view.stopped is not None:
+                        return
+            finally:
+                ticking.cancel()
+
+    async def _stop_services(self) -> None:
+        await self.supervisor.stop([name for name in self.supervisor.units() if name != "broker"], _GRACE_S)
+
+    def _record_processes(self) -> None:
+        """Keeps runs/<run>/processes.json: who runs, for people and tests; also how often each unit was restarted."""
+        if self.choice is None:
+            return
+        path = self.directory / "runs" / self.choice.run / "processes.json"
+        if path.parent.is_dir():
+            draft = path.with_suffix(".new")
+            record = {
+                "launcher": os.getpid(),
+                "pids": self.supervisor.pids(),
+                "restarts": dict(self.supervisor.restarts),
+            }
+            draft.write_bytes(orjson.dumps(record))
+            draft.replace(path)
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _absolute(section: Any, key: str) -> Any:
+    """The section with one path made absolute: services may be started from anywhere."""
+    path = getattr(section, key)
+    return section.model_copy(update={key: str(Path(path).absolute())}) if path else section
+
+
+def check_engine(url: str) -> None:
+    """Refuses an engine that does not answer GET /health with 200 within a few seconds; raises LaunchError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise LaunchError(f"engine.url {url!r} is not http://host:port")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=_ENGINE_S)
+    try:
+        connection.request("GET", f"{parts.path.rstrip('/')}/health")
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        reason = str(error) or type(error).__name__
+        raise LaunchError(
+            f"engine {url} does not answer: {reason}; start it, or leave engine.url empty for the tiny engine"
+        ) from error
+    finally:
+        connection.close()
+    if status != 200:
+        raise LaunchError(f"engine {url} is not healthy: GET /health gave {status}; see its log")

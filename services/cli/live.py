@@ -1,0 +1,205 @@
+"""The live view of a run: a table that redraws itself on a terminal, plain lines elsewhere.
+
+Shows what `services.dashboard` folded and what the supervisor counted; decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from schemas.envelope import Event
+from schemas.facts import BatchYielded, PolicyPublished, RunStarted, SampleCompleted, StepTrained
+from services.dashboard import Mean, SourceView, StepRow, View
+
+_REDRAW_S = 0.25
+_PLAIN_EVERY_S = 10.0
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def reasons(rejected: Counter[str]) -> str:
+    """`3: all_zero 2, stale 1`, or `0`."""
+    detail = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
+    return f"{rejected.total()}: {detail}" if detail else "0"
+
+
+class Screen:
+    """Draws a view while the run goes on. A context manager; `tick` redraws until it is cancelled."""
+
+    def __init__(
+        self, console: Console, view: View, restarts: Counter[str], causes: Mapping[str, str], plain: bool
+    ) -> None:
+        self._console = console
+        self._view = view
+        self._restarts = restarts
+        self._causes = causes
+        self._told: Counter[str] = Counter()
+        self._live = (
+            None
+            if plain or not console.is_terminal
+            else Live(console=console, auto_refresh=False, transient=True)
+        )
+
+    def __enter__(self) -> Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    async def tick(self) -> None:
+        """Redraws, or tells now and then where the run is."""
+        since = 0.0
+        while True:
+            await asyncio.sleep(_REDRAW_S)
+            since += _REDRAW_S
+            self._tell_restarts()
+            if self._live is not None:
+                self._live.update(render(self._view, self._restarts, datetime.now(UTC)), refresh=True)
+            elif since >= _PLAIN_EVERY_S:
+                since = 0.0
+                self._line(progress_line(self._view, datetime.now(UTC)))
+
+    def event(self, event: Event) -> None:
+        """Tells the few events that a reader of plain lines waits for."""
+        if self._live is None and (line := event_line(self._view, event)):
+            self._line(line)
+
+    def _tell_restarts(self) -> None:
+        for unit in self._restarts - self._told:
+            if self._live is None:
+                self._line(f"{unit} is started again: {self._causes[unit]}")
+        self._told = Counter(self._restarts)
+
+    def _line(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def event_line(view: View, event: Event) -> str | None:
+    """One line for an event, or None for the many that are not told one by one."""
+    match event.fact:
+        case RunStarted() as fact:
+            return f"run {fact.run}: {view.steps} steps, sources {', '.join(view.sources)}"
+        case BatchYielded() as fact:
+            shares = ", ".join(
+                f"{name} {share.groups} groups, reward {share.mean_reward:.3f}"
+                for name, share in fact.sources.items()
+            )
+            return f"step {fact.step}: batch yielded ({shares})"
+        case StepTrained() as fact:
+            return f"step {fact.step}: trained in {fact.seconds:.1f} s, loss {fact.loss:.4f}, kl {fact.kl:.4f}, {fact.loss_tokens} loss tokens"
+        case PolicyPublished() as fact:
+            return f"step {fact.step}: policy version {fact.step} published"
+        case SampleCompleted() as fact if view.source(fact.source).evaluate:
+            source = view.source(fact.source)
+            for version, mean in source.evaluations.items():
+                if mean.count == source.evaluate and fact.rewards:
+                    return f"{source.name}: mean reward {number(mean.value)} on {mean.count} tasks, policy version {version}"
+    return None
+
+
+def progress_line(view: View, now: datetime) -> str:
+    """Where the run is, in one line."""
+    places = [
+        f"{s.name} {s.ready}/{s.groups} ready {len(s.in_flight)} in flight"
+        if s.groups
+        else f"{s.name} {len(s.in_flight)} in flight"
+        for s in view.sources.values()
+    ]
+    return f"step {view.trained_steps}/{view.steps}: {', '.join(places)}; {view.rate(now):.0f} tokens/s"
+
+
+def render(view: View, restarts: Counter[str], now: datetime) -> RenderableType:
+    """The whole view at a moment."""
+    if not view.run:
+        return Text("starting ...")
+    head = Text.assemble(
+        ("run ", "dim"), (view.run, "bold"), ("  step ", "dim"), f"{view.trained_steps}/{view.steps}",
+        ("  policy ", "dim"), f"v{view.policy_version}", ("  tokens/s ", "dim"), f"{view.rate(now):,.0f}",
+        ("  events ", "dim"), f"{view.events:,}",
+    )  # fmt: skip
+    restarted = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()) if count) or "none"
+    return Group(head, sources_table(view), steps_table(view), Text(f"restarts: {restarted}", style="dim"))
+
+
+def sources_table(view: View) -> Table:
+    """Groups of every source: in flight, filling the next batch, accepted, rejected; and rewards."""
+    table = Table(
+        "source",
+        "in flight",
+        "batch",
+        "accepted",
+        "rejected",
+        "reward",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for source in view.sources.values():
+        table.add_row(
+            source.name,
+            str(len(source.in_flight)),
+            _fill(source) if not source.evaluate else "evaluation",
+            str(source.accepted),
+            reasons(Counter({r: n for r, n in source.rejected.items() if r != "evaluation"})),
+            number(_latest(source).value),
+        )
+    return table
+
+
+def _fill(source: SourceView) -> str:
+    full = min(source.ready, source.groups)
+    return (
+        f"{'#' * full}{'.' * (source.groups - full)} {source.ready}/{source.groups}"
+        if source.groups <= 16
+        else f"{source.ready}/{source.groups}"
+    )
+
+
+def _latest(source: SourceView) -> Mean:
+    if source.evaluate:
+        return source.after[1] if source.after else source.before or Mean()
+    return source.pending_rewards if source.pending_rewards.count else source.rewards
+
+
+def steps_table(view: View, most: int = 5) -> Table:
+    """The newest steps."""
+    table = Table(
+        "step", "reward", "loss", "kl", "grad norm", "seconds", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for row in list(view.rows.values())[-most:]:
+        done = row.trained
+        table.add_row(
+            str(row.step),
+            number(_reward(row)),
+            *(
+                (number(done.loss, 4), number(done.kl, 4), number(done.grad_norm, 2), number(done.seconds, 1))
+                if done
+                else (f"{row.windows} windows packed", "", "", "")
+            ),
+        )
+    return table
+
+
+def _reward(row: StepRow) -> float | None:
+    """Mean over all verified sequences behind the step, of every source; of the batch alone when that is all there is."""
+    total = Mean()
+    for source in row.sources.values():
+        total.count += source.rewards.count
+        total.total += source.rewards.total
+    return total.value

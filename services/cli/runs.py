@@ -1,0 +1,130 @@
+"""Which run a command means: a new one, or an unfinished one that goes on. Two runs are never mixed.
+
+Promises:
+- the runs of a base name are NAME, NAME-2, NAME-3, ...; the newest of them decides;
+- an unfinished run goes on only with what it was started with, and only from the directory that started it;
+- nothing is ever deleted: `fresh` leaves an unfinished run where it is and takes the next name.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schemas.config import RunConfig
+from services.cli.embedded import LaunchError
+
+_MOST = 10_000
+
+
+@dataclass(frozen=True)
+class Known:
+    """A run that the broker has: what it decides on (None when it has no run.started yet), and whether it is over."""
+
+    decisions: Mapping[str, Any] | None
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The run to start or to go on with, and a line that tells why; empty when there is nothing to tell."""
+
+    run: str
+    resumed: bool
+    note: str = ""
+
+
+def name_of(base: str, number: int) -> str:
+    """`demo`, `demo-2`, `demo-3`, ..."""
+    return base if number == 1 else f"{base}-{number}"
+
+
+async def choose(
+    config: RunConfig, fresh: bool, look: Callable[[str], Awaitable[Known | None]], directory: Path
+) -> Choice:
+    """The run to start or resume. `look` tells what the broker knows of a name. Raises LaunchError when refused."""
+    base = config.run
+    newest: tuple[str, Known] | None = None
+    for number in range(1, _MOST):
+        name = name_of(base, number)
+        known = await look(name)
+        if known is None:
+            return decide(config, newest, name, fresh, directory)
+        newest = (name, known)
+    raise LaunchError(f"there are {_MOST - 1} runs named {base}; take another name with --run")
+
+
+def decide(
+    config: RunConfig, newest: tuple[str, Known] | None, following: str, fresh: bool, directory: Path
+) -> Choice:
+    """`newest` is the newest existing run of the name, `following` the next free name."""
+    if newest is None:
+        return Choice(following, resumed=False)
+    name, known = newest
+    if known.stopped:
+        return Choice(following, resumed=False, note=f"run {name} is complete; starting {following}")
+    if fresh:
+        return Choice(following, resumed=False, note=f"run {name} stays unfinished; starting {following}")
+    record = directory / "runs" / name / "config.toml"
+    if not record.is_file():
+        raise LaunchError(
+            f"run {name} is unfinished, but was not started from {directory}; name its directory with --directory, or "
+            f"another run with --run, or start {following} with --fresh"
+        )
+    differing = differences(config, known.decisions, record)
+    if differing:
+        raise LaunchError(
+            f"run {name} is unfinished and was started with other settings ({', '.join(differing)}); "
+            f"start {following} with --fresh, or take another name with --run"
+        )
+    return Choice(name, resumed=True, note=f"run {name} is unfinished; it goes on where it stopped")
+
+
+def differences(config: RunConfig, decisions: Mapping[str, Any] | None, record: Path) -> list[str]:
+    """What an unfinished run was started with and this configuration has otherwise: keys, in order.
+
+    Beside the decisions in the log these are the policy and the store, from the run's own record: other weights or
+    other objects would make two runs of one.
+    """
+    mine = _plain(config.decisions())
+    theirs = _plain(dict(decisions)) if decisions is not None else mine
+    out = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
+    recorded = tomllib.loads(record.read_text())
+    if recorded["engine"]["policy"] != config.engine.policy:
+        out.append("engine.policy")
+    if config.store.url and recorded["store"]["url"] != config.store.url:
+        out.append("store.url")
+    return out
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(value))
+
+
+def unit_arguments(config: RunConfig) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+    """(unit, [(member, arguments of `packtrain service`)]) of every service, in the order they are started in."""
+
+    def single(name: str) -> tuple[str, list[tuple[str, list[str]]]]:
+        return name, [(name, [name])]
+
+    def indexed(service: str, index: int) -> tuple[str, list[str]]:
+        return f"{service}-{index}", [service, "--index", str(index)]
+
+    units = [single("sampler"), single("dispatcher"), single("grader")]
+    for index in range(config.agent_loop.hosts):
+        member = indexed("agent-loop", index)
+        units.append((member[0], [member]))
+    for pool in config.pools:
+        for index in range(pool.hosts):
+            name = f"harness-{pool.name}-{index}"
+            units.append((name, [(name, ["harness", "--pool", pool.name, "--index", str(index)])]))
+    for index in range(config.batch.dp):
+        member = indexed("packer", index)
+        units.append((member[0], [member]))
+    # The ranks of the trainer are a gang: a collective cannot go on without one of them.
+    units.append(("trainer", [indexed("trainer", rank) for rank in range(config.batch.dp)]))
+    return units

@@ -1,0 +1,197 @@
+"""A run that cannot start: one clear line, an exit status that is not 0, nothing left running. Each fault is real."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from schemas.config import Broker
+from services.cli.embedded import DirectoryLock
+
+ROOT = Path(__file__).parents[2]
+DEMO = (ROOT / "examples" / "demo.toml").read_text()
+PACKTRAIN = (sys.executable, "-P", "-m", "services.cli.main")
+_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE = 24, 1
+_LIBC = ctypes.CDLL(None)
+
+
+def obey_permissions() -> None:
+    """In a child of root, before exec: file permissions count for it as they do for anybody."""
+    if os.geteuid() == 0:
+        _LIBC.prctl(_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE, 0, 0, 0)
+
+
+def left_running(directory: Path) -> list[str]:
+    """Command lines of processes that name the directory."""
+    found: list[str] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(directory) in line:
+                found.append(line)
+    return found
+
+
+def refused(directory: Path, *arguments: str) -> str:
+    """Runs packtrain, which must fail with one line; the line."""
+    command = [*PACKTRAIN, *arguments, "--directory", str(directory)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=90, cwd="/", preexec_fn=obey_permissions
+    )
+    assert done.returncode not in (0, None), done.stdout
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("packtrain: ")
+    deadline = time.monotonic() + 10
+    while left_running(directory):
+        assert time.monotonic() < deadline, left_running(directory)
+        time.sleep(0.05)
+    return lines[0]
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """A policy directory that is complete to look at: these runs fail before anyone reads it."""
+    directory = tmp_path / "policy"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (directory / name).write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def with_section(tmp_path: Path, old: str, new: str) -> str:
+    assert old in DEMO
+    path = tmp_path / "run.toml"
+    path.write_text(DEMO.replace(old, new))
+    return str(path)
+
+
+def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    line = refused(tmp_path / "file" / "inside", "demo")
+    assert "cannot be written: Not a directory; name another with --directory" in line
+
+
+def test_a_directory_without_permission(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    line = refused(locked / "run", "demo")
+    assert "cannot be written: Permission denied" in line
+
+
+def test_a_directory_that_another_launcher_uses(tmp_path: Path, policy: Path) -> None:
+    with DirectoryLock(tmp_path):
+        line = refused(tmp_path, "demo", "--policy", str(policy))
+    assert f"is in use by packtrain process {os.getpid()}" in line
+
+
+def test_a_taken_rendezvous_port(tmp_path: Path, policy: Path, taken_port: int) -> None:
+    file = with_section(tmp_path, "lr = 1e-4", f'lr = 1e-4\nrendezvous = "127.0.0.1:{taken_port}"')
+    line = refused(tmp_path / "run", "run", file, "--policy", str(policy))
+    assert f"trainer.rendezvous 127.0.0.1:{taken_port} cannot be listened on: it is taken" in line
+
+
+def test_a_wrong_token(tmp_path: Path, policy: Path, broker: Broker) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("not-the-token")
+    line = refused(
+        tmp_path / "run",
+        "demo",
+        "--policy",
+        str(policy),
+        "--nats",
+        broker.url,
+        "--nats-token-file",
+        str(wrong),
+    )
+    assert f"broker {broker.url} refused the token" in line
+    assert "not-the-token" not in line
+
+
+def test_a_token_in_the_url(tmp_path: Path, policy: Path) -> None:
+    line = refused(
+        tmp_path / "run", "demo", "--policy", str(policy), "--nats", "nats://s3cret@127.0.0.1:4222"
+    )
+    assert "--nats-token-file" in line
+    assert "s3cret" not in line
+
+
+def test_a_broker_that_is_not_there(tmp_path: Path, policy: Path, closed_port: int) -> None:
+    line = refused(
+        tmp_path / "run", "demo", "--policy", str(policy), "--nats", f"nats://127.0.0.1:{closed_port}"
+    )
+    assert f"broker nats://127.0.0.1:{closed_port} is not reachable" in line
+
+
+def test_a_missing_policy(tmp_path: Path, policy: Path) -> None:
+    (policy / "model.safetensors").unlink()
+    line = refused(tmp_path / "run", "demo", "--policy", str(policy))
+    assert f"{policy} has no model.safetensors" in line
+    assert "is not a directory; name tiny" in refused(
+        tmp_path / "run", "demo", "--policy", str(tmp_path / "absent")
+    )
+
+
+def test_an_engine_that_is_down(tmp_path: Path, policy: Path, closed_port: int) -> None:
+    file = with_section(tmp_path, "[engine]", f'[engine]\nurl = "http://127.0.0.1:{closed_port}"')
+    line = refused(tmp_path / "run", "run", file, "--policy", str(policy))
+    assert f"engine http://127.0.0.1:{closed_port} does not answer" in line
+
+
+def test_an_engine_that_is_not_healthy(tmp_path: Path, policy: Path) -> None:
+    class Sick(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(500)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Sick) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        file = with_section(tmp_path, "[engine]", f'[engine]\nurl = "http://127.0.0.1:{server.server_port}"')
+        line = refused(tmp_path / "run", "run", file, "--policy", str(policy))
+        server.shutdown()
+    assert "is not healthy: GET /health gave 500" in line
+
+
+def test_a_store_that_cannot_be_used(tmp_path: Path, policy: Path) -> None:
+    line = refused(tmp_path / "run", "demo", "--policy", str(policy), "--store", "ftp://host/path")
+    assert "neither file:///path nor s3://bucket/prefix" in line
+
+
+def test_a_policy_that_no_process_can_load_is_given_up_with_the_log_that_says_why(
+    tmp_path: Path, policy: Path
+) -> None:
+    directory = tmp_path / "run"
+    line = refused(directory, "demo", "--plain", "--policy", str(policy))
+    assert "died 5 times within 30 s" in line
+    assert str(directory / "runs" / "demo" / "logs") in line
+
+
+def test_a_wrong_option_is_named(tmp_path: Path) -> None:
+    assert "--steps: steps = 0" in refused(tmp_path / "run", "demo", "--steps", "0")

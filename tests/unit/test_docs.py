@@ -1,0 +1,32 @@
+"""The documents name what the code has: every event, every option of a run, and no file that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from schemas.facts import FACTS
+from services.cli.main import _OPTIONS
+from services.process import SERVICES
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def test_every_event_is_in_the_table_and_no_other() -> None:
+    table = re.findall(r"^\| `([a-z]+\.[a-z]+)` \|", (ROOT / "docs" / "events.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(FACTS)
+
+
+def test_every_option_and_service_is_described() -> None:
+    text = (ROOT / "docs" / "running.md").read_text()
+    assert [option for option, _ in _OPTIONS if option not in text] == []
+    assert [name for name in SERVICES if name not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []

@@ -1,0 +1,157 @@
+"""Which run a command means: new, resumed, or refused; two runs are never mixed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Override, dumps, load
+from schemas.config import RunConfig
+from services.cli.embedded import (
+    LaunchError,
+    free_port,
+    port_problem,
+    secret_file,
+    socket_directory,
+    write_private,
+)
+from services.cli.runs import Choice, Known, choose, unit_arguments
+from services.cli.service import check_place, label
+from services.process import SERVICES
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+CONFIG = load(DEMO)
+UNFINISHED = Known(CONFIG.decisions(), stopped=False)
+DONE = Known(CONFIG.decisions(), stopped=True)
+
+
+def record(directory: Path, run: str, config: RunConfig = CONFIG) -> Path:
+    home = directory / "runs" / run
+    home.mkdir(parents=True)
+    (home / "config.toml").write_text(dumps(config))
+    return directory
+
+
+async def chosen(
+    directory: Path, known: dict[str, Known], config: RunConfig = CONFIG, fresh: bool = False
+) -> Choice:
+    async def look(name: str) -> Known | None:
+        return known.get(name)
+
+    return await choose(config, fresh, look, directory)
+
+
+async def test_a_name_that_nobody_has_is_started(tmp_path: Path) -> None:
+    assert await chosen(tmp_path, {}) == Choice("demo", resumed=False)
+
+
+async def test_an_unfinished_run_with_the_same_settings_goes_on_and_says_so(tmp_path: Path) -> None:
+    choice = await chosen(record(tmp_path, "demo"), {"demo": UNFINISHED})
+    assert (choice.run, choice.resumed) == ("demo", True)
+    assert "goes on" in choice.note
+
+
+async def test_decisions_that_went_through_json_are_the_same_decisions(tmp_path: Path) -> None:
+    known = Known(json.loads(json.dumps(CONFIG.decisions())), stopped=False)
+    assert (await chosen(record(tmp_path, "demo"), {"demo": known})).resumed
+
+
+async def test_after_a_complete_run_the_next_name_is_taken(tmp_path: Path) -> None:
+    choice = await chosen(tmp_path, {"demo": DONE, "demo-2": DONE})
+    assert (choice.run, choice.resumed) == ("demo-3", False)
+    assert "demo-2 is complete" in choice.note
+
+
+async def test_fresh_leaves_the_unfinished_run_and_the_newest_decides_from_then_on(tmp_path: Path) -> None:
+    known = {"demo": UNFINISHED}
+    assert (await chosen(record(tmp_path, "demo"), known, fresh=True)).run == "demo-2"
+    known["demo-2"] = UNFINISHED
+    choice = await chosen(record(tmp_path, "demo-2"), known)
+    assert (choice.run, choice.resumed) == ("demo-2", True)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        (Override("", ("steps",), 9), "steps"),
+        (Override("", ("batch", "token_budget"), 8192), "batch"),
+        (Override("", ("engine", "policy"), "smollm2"), "engine.policy"),
+        (Override("", ("store", "url"), "s3://other/place"), "store.url"),
+    ],
+)
+async def test_an_unfinished_run_with_other_settings_is_refused_by_name(
+    tmp_path: Path, override: Override, named: str
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        await chosen(record(tmp_path, "demo"), {"demo": UNFINISHED}, load(DEMO, [override]))
+    assert f"run demo is unfinished and was started with other settings ({named})" in str(caught.value)
+    assert "--fresh" in str(caught.value)
+    assert "--run" in str(caught.value)
+
+
+async def test_a_run_of_another_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="was not started from"):
+        await chosen(tmp_path, {"demo": UNFINISHED})
+
+
+async def test_settings_that_decide_nothing_may_change(tmp_path: Path) -> None:
+    config = load(DEMO, [Override("", ("agent_loop", "hosts"), 2)])
+    assert (await chosen(record(tmp_path, "demo"), {"demo": UNFINISHED}, config)).resumed
+
+
+def test_every_service_gets_its_processes_and_the_ranks_are_one_unit() -> None:
+    units = dict(unit_arguments(load(DEMO, [Override("", ("agent_loop", "hosts"), 2)])))
+    members = [name for unit in units.values() for name, _ in unit]
+    assert sorted(members) == sorted(
+        ["sampler", "dispatcher", "grader", "agent-loop-0", "agent-loop-1", "harness-chat-0", "harness-tool-0",
+         "packer-0", "packer-1", "trainer-0", "trainer-1"]
+    )  # fmt: skip
+    assert [name for name, _ in units["trainer"]] == ["trainer-0", "trainer-1"]
+    assert {arguments[0] for unit in units.values() for _, arguments in unit} == set(SERVICES) - {"engine"}
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "pool", "said"),
+    [
+        ("packer", 2, "", "batch.dp = 2; use 0 to 1"),
+        ("sampler", 1, "", "there is one"),
+        ("harness", 0, "", r"needs --pool, one of \['chat', 'tool'\]"),
+        ("harness", 1, "tool", "pool tool has hosts = 1"),
+        ("sampler", 0, "tool", "for service harness only"),
+    ],
+)
+def test_a_place_that_the_run_does_not_have_is_refused(name: str, index: int, pool: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        check_place(CONFIG, name, index, pool)
+
+
+def test_processes_are_named_by_what_they_are() -> None:
+    names = [label("sampler", 0, ""), label("trainer", 1, ""), label("harness", 0, "tool")]
+    assert names == ["sampler", "trainer-1", "harness-tool-0"]
+
+
+def test_secrets_are_private_from_their_first_byte_and_stay_the_same(tmp_path: Path) -> None:
+    path = secret_file(tmp_path / "secrets" / "key")
+    text = path.read_text()
+    assert len(text) == 64
+    assert secret_file(path).read_text() == text
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o644)
+    assert write_private(path, "other").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_free_port_is_below_those_of_outgoing_connections() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {free_port() for _ in range(20)}
+    assert all(10_000 <= port < lowest for port in ports)
+    assert all(port_problem("127.0.0.1", port) is None for port in ports)
+
+
+def test_sockets_move_when_their_directory_is_too_long_for_an_address(tmp_path: Path) -> None:
+    short, long = tmp_path / "s", tmp_path / ("x" * 100)
+    assert socket_directory(long, short) == short
+    assert socket_directory(Path("/tmp") / short.relative_to("/tmp").parts[0], short).is_dir()
+    assert short.stat().st_mode & 0o777 == 0o700
