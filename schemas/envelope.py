@@ -8,6 +8,7 @@ Promises:
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from schemas.facts import FACTS, MAX_BODY, Fact
 from schemas.names import BadName, Subject
 
 CLOUDEVENTS = "1.0"
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CONTENT_TYPE = "application/json"
 
 
@@ -117,16 +119,25 @@ def decode(
     type_, version = head.get("ce-type", ""), head.get("ce-typeversion", "")
     if head.get("ce-specversion") != CLOUDEVENTS or not type_ or not head.get("ce-id"):
         return Invalid(subject, "headers are not CloudEvents 1.0 in binary mode", seq)
+    try:
+        named = Subject.parse(subject)
+    except BadName as error:
+        return Invalid(subject, str(error), seq)
+    if type_ != f"{named.entity}.{named.fact}" or not _VERSION.fullmatch(version):
+        return Invalid(
+            subject, f"type {type_[:200]!r} version {version[:20]!r} belongs on no such subject", seq
+        )
     model = FACTS.get(type_)
-    if model is None or not version.isdecimal() or int(version) > model.version:
+    if model is None or int(version) > model.version:
         return Unknown(type_, version, seq)
     try:
         fact = model.model_validate_json(body)
         time = datetime.fromisoformat(head.get("ce-time", ""))
-        named = Subject.parse(subject)
         expected = fact.subject(named.run)
     except (ValidationError, BadName, ValueError) as error:
         return Invalid(subject, f"{type_} does not validate: {error}"[:2000], seq)
+    if time.tzinfo is None:
+        return Invalid(subject, f"{type_}: ce-time {head['ce-time'][:40]!r} has no time zone", seq)
     if named != expected:
         return Invalid(subject, f"{type_} belongs on {expected.text}", seq)
     return Event(

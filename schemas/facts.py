@@ -9,16 +9,19 @@ Promises:
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from schemas.names import Name, Subject, attempt_id
+from schemas.names import Name, Subject, attempt_id, sample_index, sequence_id
 from schemas.payload import ContextMeta, Frozen, PayloadHeader, Ref
 
 MAX_BODY = 64 * 1024
 ALL = "all"
 """Scope of facts that belong to no single source, pool or host."""
+MAX_REWARD = 1e9
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+"""Bounded, so that no mean of a group's rewards overflows."""
 
 
 class Fact(Frozen):
@@ -82,6 +85,15 @@ class SequenceDispatched(Fact):
         default=0, ge=0, description="wait for this version before the first token is sampled"
     )
 
+    @model_validator(mode="after")
+    def _named(self) -> SequenceDispatched:
+        sample_index(self.sample, self.source)
+        if self.member >= self.group_size or self.sequence != sequence_id(self.sample, self.member):
+            raise ValueError(
+                f"sequence {self.sequence!r} is not member {self.member} of a group of {self.group_size} of sample {self.sample!r}"
+            )
+        return self
+
     def scope(self) -> str:
         return self.source
 
@@ -134,11 +146,19 @@ class SequenceVerified(Fact):
     sequence: Name
     attempt: int = Field(ge=1)
     host: Name
-    reward: float | None = Field(description="null exactly when an infra failure is given")
+    reward: Reward | None = Field(description="null when a failure is given")
     termination: Name = Field(
         default="completed", description="completed, max_turns, overlong, agent_timeout, ..."
     )
     failure: Failure | None = None
+
+    @model_validator(mode="after")
+    def _verdict(self) -> SequenceVerified:
+        if self.reward is not None and self.failure is not None:
+            raise ValueError(
+                f"a verdict has a reward or a failure, not both: {self.reward}, {self.failure.reason}"
+            )
+        return self
 
     def scope(self) -> str:
         return self.host
@@ -158,7 +178,7 @@ class SequenceFinished(Fact):
     sample: Name
     sequence: Name
     attempt: int = Field(ge=1)
-    reward: float
+    reward: Reward
     termination: Name
     turns: int = Field(ge=0)
     contexts: tuple[ContextMeta, ...]
@@ -213,8 +233,14 @@ class SampleCompleted(_SampleFact):
 
     type: ClassVar[str] = "sample.completed"
     sequences: tuple[Name, ...] = Field(description="the finished ones, in member order")
-    rewards: tuple[float, ...] = Field(description="one per finished sequence, from its verifier")
+    rewards: tuple[Reward, ...] = Field(description="one per finished sequence, from its verifier")
     failed: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _paired(self) -> SampleCompleted:
+        if len(self.rewards) != len(self.sequences):
+            raise ValueError(f"{len(self.rewards)} rewards for {len(self.sequences)} sequences")
+        return self
 
 
 class SampleGraded(_SampleFact):
@@ -222,7 +248,7 @@ class SampleGraded(_SampleFact):
 
     type: ClassVar[str] = "sample.graded"
     grader: Name
-    rewards: tuple[float, ...]
+    rewards: tuple[Reward, ...]
     fallback: str | None = Field(
         default=None, max_length=500, description="why the original rewards were kept, if grading failed"
     )
@@ -242,7 +268,7 @@ class SampleRejected(_SampleFact):
     """The group will not be trained."""
 
     type: ClassVar[str] = "sample.rejected"
-    reason: Literal["all_zero", "pass_rate", "failed", "stale", "evaluation"]
+    reason: Literal["all_zero", "pass_rate", "failed", "no_loss", "overlong", "stale", "evaluation"]
     pass_rate: float | None = None
     mean_reward: float | None = None
     tokens: int = Field(default=0, ge=0)

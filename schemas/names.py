@@ -86,6 +86,14 @@ def sample_id(source: str, index: int) -> str:
     return checked_name(f"{source}-{index:06d}", "sample id")
 
 
+def sample_index(sample: str, source: str) -> int:
+    """Inverse of `sample_id`; raises `BadName` on a sample that is not of the source."""
+    number = sample.removeprefix(f"{source}-")
+    if not (number.isascii() and number.isdigit()) or sample_id(source, int(number[:18])) != sample:
+        raise BadName(f"sample {sample[:140]!r} is not {source}-<index> in six digits or more")
+    return int(number)
+
+
 def sequence_id(sample: str, member: int) -> str:
     return checked_name(f"{sample}-{member}", "sequence id")
 

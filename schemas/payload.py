@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from schemas.names import Name
 
@@ -16,7 +16,10 @@ PAYLOAD_VERSION = 1
 BLOCK_TOKENS = 65_536
 """Rows (of the column's first dimension) that one CRC32C covers."""
 
-Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$", max_length=512)]
+Key = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*$", max_length=512)
+]
+"""An object key: relative, and no component starts with a dot, so that none is `.` or `..`."""
 DType = Literal["uint8", "uint16", "int32", "int64", "float32"]
 Crc32c = Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -91,3 +94,24 @@ class ContextMeta(Frozen):
     loss_spans: tuple[Span, ...] = Field(description="rows with loss_mask 1, ascending, disjoint")
     min_version: int = Field(ge=0, description="oldest policy version among the sampled tokens")
     max_version: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ContextMeta:
+        # Weights are divided by these counts: a span that is reversed, doubled or outside would change every row's loss.
+        at = 0
+        for span in self.loss_spans:
+            if not at <= span.start < span.end <= self.tokens:
+                raise ValueError(
+                    f"loss span [{span.start}, {span.end}) of a context of {self.tokens} tokens is empty, outside, or not after row {at}"
+                )
+            at = span.end
+        if self.loss_tokens() > self.generated:
+            raise ValueError(
+                f"{self.loss_tokens()} tokens carry loss, but only {self.generated} were generated"
+            )
+        if self.min_version > self.max_version:
+            raise ValueError(f"min_version {self.min_version} is above max_version {self.max_version}")
+        return self
+
+    def loss_tokens(self) -> int:
+        return sum(span.end - span.start for span in self.loss_spans)

@@ -2,9 +2,9 @@
 
 Written once to the store by the sampler at yield, read by the packers. Metadata only: making it touches no tensor.
 
-Promises (checked by `Plan.check`):
+Promises (`Plan.check` checks the first two):
 - every row's context is in exactly one (dp, microbatch), and every rank has the same number of micro-batches;
-- no micro-batch holds more than `token_budget` tokens;
+- no micro-batch holds more than `token_budget` tokens; one of a batch with fewer rows than micro-batches is empty;
 - denominators ride in the plan: a row's `loss_weight` is per loss token, so ranks only sum.
 """
 

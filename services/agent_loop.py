@@ -31,7 +31,7 @@ from pipeline.log import Delivery, end_tasks, serve_work
 from pipeline.store import ObjectExists, StoreUnavailable
 from pipeline.store.keys import payload_key
 from pipeline.store.payload import write_payload
-from schemas.envelope import Event
+from schemas.envelope import BodyTooLarge, Event
 from schemas.facts import (
     Failure,
     SequenceDispatched,
@@ -141,6 +141,7 @@ class Host:
         self._engine = engine
         self._verdicts = Verdicts()
         self._version = 0
+        self._asking = asyncio.Lock()
 
     async def follow_verdicts(self) -> None:
         """Runs until cancelled. The host's name is new with each process, so all verdicts under it are ours."""
@@ -208,16 +209,24 @@ class Host:
             return result.failure or await self._finish(attempt, result)
 
     async def _has_version(self, wanted: int, deadline: float) -> bool:
-        while self._version < wanted:
-            if time.monotonic() > deadline:
-                return False
-            try:
-                self._version = await self._engine.version()
-            except EngineUnavailable as error:
-                self._ctx.logger.info("waiting for the engine: %s", error)
-            if self._version < wanted:
-                await asyncio.sleep(_VERSION_POLL_S)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                while self._version < wanted:
+                    # One tenant asks for all that wait.
+                    async with self._asking:
+                        if self._version < wanted:
+                            await self._ask_version(wanted)
+        except TimeoutError:
+            return False
         return True
+
+    async def _ask_version(self, wanted: int) -> None:
+        try:
+            self._version = await self._engine.version()
+        except EngineUnavailable as error:
+            self._ctx.logger.info("waiting for the engine: %s", error)
+        if self._version < wanted:
+            await asyncio.sleep(_VERSION_POLL_S)
 
     @contextlib.asynccontextmanager
     async def _opened(
@@ -277,7 +286,10 @@ class Host:
             contexts=exported.contexts,
             payload=payload,
         )
-        await self._ctx.log.publish(finished, attempt.opened)
+        try:
+            await self._ctx.log.publish(finished, attempt.opened)
+        except BodyTooLarge as error:
+            return Failure(kind="infra", reason="event_too_large", detail=str(error)[:2000])
         return None
 
 
@@ -288,7 +300,7 @@ async def serve(ctx: Context) -> None:
     name = f"al-{ctx.index}-{secrets.token_hex(4)}"
     async with EngineClient(config.engine.url, timeout=config.agent_loop.trial_budget_s) as engine:
         capture = Capture(run_key, renderer, engine, config.engine.max_context)
-        runner = web.AppRunner(capture.application(), access_log=None, shutdown_timeout=SHUTDOWN_S)
+        runner = capture.runner(SHUTDOWN_S)
         await runner.setup()
         try:
             listening = _listen(config.agent_loop.bind)

@@ -38,7 +38,7 @@ RATE_WINDOW = timedelta(seconds=10)
 
 @dataclass
 class Mean:
-    """A running mean of rewards; `value` is None before the first."""
+    """A running mean, of rewards or of tasks' mean rewards; `value` is None before the first."""
 
     count: int = 0
     total: float = 0.0
@@ -228,8 +228,9 @@ def _completed(view: View, fact: SampleCompleted) -> None:
     source.rewards.add(fact.rewards)
     source.pending_rewards.add(fact.rewards)
     if source.evaluate:
-        version = source.versions.pop(fact.sample, 0)
-        source.evaluations.setdefault(version, Mean()).add(fact.rewards)
+        evaluation = source.evaluations.setdefault(source.versions.pop(fact.sample, 0), Mean())
+        if fact.rewards:  # a task counts once, however many sequences it was given
+            evaluation.add((sum(fact.rewards) / len(fact.rewards),))
 
 
 def _rejected(source: SourceView, fact: SampleRejected) -> None:

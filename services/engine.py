@@ -2,7 +2,8 @@
 
 Promises:
 - after a restart it serves the newest published weights, never older ones than before;
-- weights are swapped in mid-generation; every token says the version that sampled it.
+- weights are swapped in mid-generation; every token says the version that sampled it;
+- it ends, to be started anew, when a model step fails: an engine that cannot sample does not stay and answer errors.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ async def serve(ctx: Context) -> None:
     )
     ctx.logger.info("serving %s, version %d, on port %d", settings.policy, engine.version, port)
     following = asyncio.create_task(_follow(ctx, engine, newest.seq + 1 if newest is not None else 1))
+    ended = asyncio.create_task(engine.ended())
     stopping = asyncio.create_task(ctx.stop.wait())
+    tasks = (following, ended, stopping)
     try:
-        await asyncio.wait([following, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if following.done():
-            following.result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        await end_tasks((following, stopping))
+        await end_tasks(tasks)
         await runner.cleanup()
 
 

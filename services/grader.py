@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import math
+import re
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from pydantic import ValidationError
+
 from pipeline.log import Delivery, serve_work
-from schemas.facts import SampleCompleted, SampleGraded
+from schemas.facts import MAX_REWARD, SampleCompleted, SampleGraded
 from services.process import Context
 
 Grader = Callable[[SampleCompleted], Sequence[float]]
@@ -27,7 +29,7 @@ def keep(completed: SampleCompleted) -> Sequence[float]:
 
 
 def resolve(name: str) -> Grader:
-    """The grader of that name; raises ValueError that names it and the remedy."""
+    """The grader of that name; raises ValueError or TypeError that names it and the remedy."""
     if name == "none":
         return keep
     module, _, function = name.partition(":")
@@ -44,24 +46,31 @@ def resolve(name: str) -> Grader:
 
 def grade(name: str, grader: Grader, completed: SampleCompleted) -> SampleGraded:
     """The group's graded rewards, or its original ones with the reason."""
-    fallback, rewards = None, completed.rewards
+
+    def graded(rewards: Sequence[float], fallback: str | None = None) -> SampleGraded:
+        return SampleGraded(
+            source=completed.source,
+            sample=completed.sample,
+            grader=re.sub(r"[^A-Za-z0-9_-]", "-", name)[:128],
+            rewards=tuple(rewards),
+            # What a plug-in raises may hold half a surrogate pair, which no JSON holds.
+            fallback=fallback[:500].encode(errors="replace").decode() if fallback else None,
+        )
+
     try:
-        rewards = tuple(float(reward) for reward in grader(completed))
+        rewards = [float(reward) for reward in grader(completed)]
     # A plug-in may raise anything; the reason goes into the event.
-    except Exception as error:
-        fallback = f"{type(error).__name__}: {error}"
-    else:
-        if len(rewards) != len(completed.rewards):
-            fallback = f"gave {len(rewards)} rewards for {len(completed.rewards)} sequences"
-        elif not all(math.isfinite(reward) for reward in rewards):
-            fallback = f"gave rewards that are not finite: {rewards}"
-    return SampleGraded(
-        source=completed.source,
-        sample=completed.sample,
-        grader=name.replace(":", "-").replace(".", "-")[:128],
-        rewards=completed.rewards if fallback else rewards,
-        fallback=fallback[:500] if fallback else None,
-    )
+    except (Exception, SystemExit) as error:
+        return graded(completed.rewards, f"{type(error).__name__}: {error}")
+    if len(rewards) != len(completed.rewards):
+        return graded(
+            completed.rewards, f"gave {len(rewards)} rewards for {len(completed.rewards)} sequences"
+        )
+    try:
+        return graded(rewards)
+    except ValidationError:
+        said = f"gave rewards that are not finite numbers of at most {MAX_REWARD:g}: {rewards}"
+        return graded(completed.rewards, said)
 
 
 async def serve(ctx: Context) -> None:

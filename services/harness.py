@@ -5,14 +5,13 @@ Promises:
   would falsify: its first host was lost, which is an infra failure;
 - what one agent raises becomes its own infra failure and touches no other tenant;
 - a trial, verification included, ends within the budget that `sequence.opened` gives, counted from that event's time;
-- stopped by SIGTERM, it takes no more and hands back what it runs.
+- stopped by SIGTERM, it takes no more and hands back what it runs, whatever an environment is blocked in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 from pipeline.capture.secret import load_run_key, session_url, without_secrets
@@ -21,6 +20,7 @@ from pipeline.harnesses.environments.base import Environment, make_environment
 from pipeline.log import Delivery, serve_work
 from schemas.config import Pool
 from schemas.facts import Failure, SequenceOpened, SequenceVerified
+from schemas.names import checked_name
 from services.process import Context
 
 VERIFY_SHARE = 0.2
@@ -62,16 +62,18 @@ class Host:
                 verdict = await self._harness.run(self._trial(fact, left))
             if not math.isfinite(verdict.reward):
                 return _infra("bad_reward", f"the harness gave the reward {verdict.reward}")
+            checked_name(verdict.termination, "the termination that the harness gave")
             return verdict
         except TimeoutError:
             return _infra("harness_timeout", f"no verdict within {left:.1f} s")
         except InfraFailure as error:
             return _infra(error.reason, without_secrets(error.detail, self._run_key, fact.session))
-        except Exception as error:
-            # Adapters run other people's code: whatever it raises is this trial's failure alone.
-            detail = without_secrets(f"{type(error).__name__}: {error}", self._run_key, fact.session)
-            self._ctx.logger.warning("harness error: %s", detail, extra={"sequence": fact.sequence})
-            return _infra("harness_error", detail)
+        except (Exception, SystemExit) as error:
+            # Adapters run other people's code: whatever it raises is this trial's failure alone, also `sys.exit()`.
+            said = without_secrets(f"{type(error).__name__}: {error}", self._run_key, fact.session)
+            failure = _infra("harness_error", said)
+            self._ctx.logger.warning("harness error: %s", failure.detail, extra={"sequence": fact.sequence})
+            return failure
 
     def _trial(self, fact: SequenceOpened, left: float) -> Trial:
         environment = self._environments.get(fact.source)
@@ -102,7 +104,8 @@ def verified(fact: SequenceOpened, found: Verdict | Failure) -> SequenceVerified
 
 
 def _infra(reason: str, detail: str) -> Failure:
-    return Failure(kind="infra", reason=reason, detail=detail[:2000])
+    # A lone surrogate, as in an undecodable file name, has no place in an event.
+    return Failure(kind="infra", reason=reason, detail=detail[:2000].encode(errors="replace").decode())
 
 
 def _pool(ctx: Context) -> Pool:
@@ -120,9 +123,6 @@ async def serve(ctx: Context) -> None:
     environments = {
         s.name: make_environment(s.environment) for s in ctx.config.sources if s.pool == pool.name
     }
-    # Environment calls block a thread each: one for every tenant, so that none waits for another's.
-    threads = ThreadPoolExecutor(pool.tenants, thread_name_prefix="tenant")
-    asyncio.get_running_loop().set_default_executor(threads)
     host = Host(ctx, harness, environments, run_key)
     work = await ctx.log.work(
         f"harness-{pool.name}",

@@ -12,6 +12,7 @@ from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.capture.renderer import ChatMLRenderer
+from pipeline.capture.server import Capture
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.client import Generation
 from pipeline.engines.wire import SamplingParams
@@ -50,6 +51,7 @@ class ScriptedEngine:
         self.renderer = renderer or byte_level_renderer()
         self.script = script
         self.version_number = 0
+        self.version_asked = 0
         self.prompts: list[list[int]] = []
         self.params: list[SamplingParams] = []
         self.generations: list[Generation] = []
@@ -117,6 +119,7 @@ class ScriptedEngine:
             return web.json_response({"request_id": body["request_id"], "choices": [choice]})
 
         async def weights(request: web.Request) -> web.Response:
+            self.version_asked += 1
             return web.json_response({"weight_version": str(self.version_number)})
 
         app = web.Application(client_max_size=64 << 20)
@@ -127,9 +130,13 @@ class ScriptedEngine:
 
 
 @asynccontextmanager
-async def served(application: web.Application) -> AsyncIterator[str]:
-    """The application on a free loopback port; yields its base URL."""
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1)
+async def served(what: web.Application | Capture) -> AsyncIterator[str]:
+    """The application, or a capture as its host runs it, on a free loopback port; yields its base URL."""
+    runner = (
+        what.runner(1)
+        if isinstance(what, Capture)
+        else web.AppRunner(what, access_log=None, shutdown_timeout=1)
+    )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -83,8 +83,8 @@ class Launched:
         self.output = directory / "output.txt"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        argv = [sys.executable, "-P", "-m", "services.cli.main", "run", str(self.file), "--plain"]
+    def start(self, *arguments: str) -> None:
+        argv = [sys.executable, "-P", "-m", "services.cli.main", "run", str(self.file), "--plain", *arguments]
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(
                 [*argv, "--directory", str(self.directory / "state")],

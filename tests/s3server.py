@@ -20,6 +20,7 @@ import urllib.request
 from pathlib import Path
 
 ACCESS_KEY = "packtrain-test"
+GUEST_BUCKET = "guests"
 READY_S = 60.0
 PORT_FLAGS = (
     "s3.port",
@@ -61,7 +62,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class S3Server:
-    """One server; `endpoint`, `access_key` and `secret_key` are what a client needs."""
+    """One server; `endpoint`, `access_key` and `secret_key` are what a client needs, `guest_file` one with fewer rights."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -82,8 +83,18 @@ class S3Server:
             json.dumps({"access_key": self.access_key, "secret_key": self.secret_key})
         )
         self.credentials_file.chmod(0o600)
+        # A user of one bucket, who may neither look for buckets nor make them.
+        self.guest_file = directory / "guest.json"
+        guest = {"access_key": "packtrain-guest", "secret_key": secrets.token_hex(16)}
+        self.guest_file.write_text(json.dumps(guest))
+        self.guest_file.chmod(0o600)
+        guest_identity = {
+            "name": "guest",
+            "credentials": [{"accessKey": guest["access_key"], "secretKey": guest["secret_key"]}],
+            "actions": [f"Read:{GUEST_BUCKET}", f"Write:{GUEST_BUCKET}"],
+        }
         self._config = directory / "s3.json"
-        self._config.write_text(json.dumps({"identities": [identity]}))
+        self._config.write_text(json.dumps({"identities": [identity, guest_identity]}))
         self._config.chmod(0o600)
         self._log = directory / "weed.log"
 
@@ -100,6 +111,8 @@ class S3Server:
             "-admin.ui=false",
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
+            # As other S3 servers are: a PUT into a bucket that there is not fails.
+            "-s3.autoCreateBucket=false",
             f"-s3.config={self._config}",
             *[f"-{flag}={port}" for flag, port in self._ports.items()],
         ]

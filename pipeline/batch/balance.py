@@ -3,12 +3,16 @@
 Promises:
 - `pack`: every item is in exactly one bin, no bin is over capacity, and the bins are those of first-fit decreasing
   (at most 11/9 OPT + 6/9), found with a segment tree in O(n log n);
+- `fill_to_multiple`: the same items in a number of bins that divides over the ranks, empty ones only where no other
+  has two items;
 - `spread`: every rank gets the same number of bins; sorted chunks of `ranks` with the largest to the least loaded rank,
   so that both rank totals and the sum over rows of the row maximum stay near their bounds.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 
 QUADRATIC_KNEE = 24_576
@@ -51,25 +55,33 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def split_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: int) -> list[list[int]]:
-    """The bins, with the largest divisible ones split until their number is a multiple of `multiple`.
+def fill_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: int) -> list[list[int]]:
+    """The bins, with the largest divisible ones split until their number is a multiple of `multiple`, at least one.
 
-    Raises ValueError when there are too few items for that.
+    Empty bins make up the number when no bin can be divided any more.
     """
-    result = [list(b) for b in bins]
-    while len(result) % multiple or not result:
-        divisible = [b for b in result if len(b) > 1]
-        if not divisible:
-            raise ValueError(
-                f"{sum(map(len, bins))} contexts cannot fill a multiple of {multiple} micro-batches; raise groups or lower batch.dp"
-            )
-        largest = max(divisible, key=lambda b: sum(lengths[i] for i in b))
-        result.remove(largest)
+    missing = -len(bins) % multiple if bins else multiple
+    whole = [list(b) for b in bins if len(b) < 2]
+    # A heap of the divisible ones, the largest first; the counter keeps equal ones in order.
+    counter = itertools.count()
+    heap = [(-sum(lengths[i] for i in b), next(counter), list(b)) for b in bins if len(b) > 1]
+    heapq.heapify(heap)
+    while missing and heap:
+        missing -= 1
+        *_, largest = heapq.heappop(heap)
         halves: tuple[list[int], list[int]] = ([], [])
+        sums = [0, 0]
         for index in sorted(largest, key=lambda i: -lengths[i]):
-            min(halves, key=lambda half: sum(lengths[i] for i in half)).append(index)
-        result.extend(halves)
-    return result
+            lighter = int(sums[1] < sums[0])
+            halves[lighter].append(index)
+            sums[lighter] += lengths[index]
+        for half, tokens in zip(halves, sums, strict=True):
+            if len(half) > 1:
+                heapq.heappush(heap, (-tokens, next(counter), half))
+            else:
+                whole.append(half)
+    empty: list[list[int]] = [[] for _ in range(missing)]
+    return [*(b for *_, b in sorted(heap)), *whole, *empty]
 
 
 def spread(costs: Sequence[int], ranks: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ from schemas.facts import (
     SampleRejected,
     SequenceDispatched,
 )
-from schemas.names import sample_id, sequence_id
+from schemas.names import sample_id, sample_index, sequence_id
 
 
 class MixerCore:
@@ -47,8 +47,7 @@ class MixerCore:
             case RunStarted(config=config):
                 self.decisions = Decisions.model_validate(config)
             case SequenceDispatched(source=source, sample=sample):
-                index = int(sample.rpartition("-")[2])
-                self.dispatched[source] = max(self.dispatched[source], index + 1)
+                self.dispatched[source] = max(self.dispatched[source], sample_index(sample, source) + 1)
             case SampleRejected(source=source):
                 self.rejected[source] += 1
             case BatchYielded(step=step, sources=sources):

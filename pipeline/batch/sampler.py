@@ -81,9 +81,8 @@ class SamplerCore:
                 group = self.groups.get(sample)
                 if group is None:
                     return []
-                return [
-                    Decision(judge(group, self.decisions.source(group.source), rewards, self.yielded + 1))
-                ]
+                source, budget = self.decisions.source(group.source), self.decisions.batch.token_budget
+                return [Decision(judge(group, source, rewards, self.yielded + 1, budget))]
             case SampleAccepted(sample=sample):
                 group = self.groups.get(sample)
                 return (

@@ -165,13 +165,6 @@ def pack(window: Window, columns: Sequence[Mapping[str, Array]]) -> dict[str, Ar
     return packed
 
 
-def assemble(
-    plan: Plan, dp: int, microbatch: int, columns: Sequence[Mapping[str, Array]]
-) -> dict[str, Array]:
-    """`pack` of `plan_window`, for callers that have the rows' columns already."""
-    return pack(plan_window(plan, dp, microbatch), columns)
-
-
 def _check(row: Row, got: Mapping[str, Array]) -> None:
     """The plan's denominators were counted from the context's spans: a mask that differs would change the loss unseen."""
     for name in READ:

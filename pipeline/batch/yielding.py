@@ -5,7 +5,8 @@ Promises:
   before the step under way;
 - its members are, of each source, the oldest `groups` shaped up to the event decided on that are fresh for the step:
   `members` recomputes them from the log alone;
-- the plan holds every context with a loss token exactly once, and equal micro-batch counts on all ranks;
+- the plan holds every context with a loss token exactly once, and equal micro-batch counts on all ranks: where there
+  are too few contexts for that, some micro-batches are empty;
 - prompt-mean weights: every group weighs the same, every loss token of a group weighs the same, and they sum to 1.
 """
 
@@ -15,14 +16,14 @@ from dataclasses import dataclass
 
 import orjson
 
-from pipeline.batch.balance import cost, pack, split_to_multiple, spread
+from pipeline.batch.balance import cost, fill_to_multiple, pack, spread
 from pipeline.checksum import crc32c
 from pipeline.decision import Decision
 from pipeline.signal.sampling import Group, Groups, staleness
 from schemas.config import Decisions, Source
 from schemas.facts import BatchYielded, SourceShare
 from schemas.keys import plan_key
-from schemas.payload import ContextMeta, Ref
+from schemas.payload import Ref
 from schemas.plan import Plan, PlanRows, PlanSequence
 
 
@@ -70,35 +71,27 @@ def batch(
     return Decision(fact, {key: body})
 
 
-def _loss_tokens(context: ContextMeta) -> int:
-    return sum(span.end - span.start for span in context.loss_spans)
-
-
 def _share(groups: list[Group], step: int) -> SourceShare:
     rewards = [reward for group in groups for reward in group.rewards]
-    contexts = [c for group in groups for f in group.finished.values() for c in f.contexts]
     return SourceShare(
         groups=len(groups),
         sequences=sum(len(group.finished) for group in groups),
-        tokens=sum(c.tokens for c in contexts),
-        loss_tokens=sum(_loss_tokens(c) for c in contexts),
+        tokens=sum(group.tokens() for group in groups),
+        loss_tokens=sum(group.loss_tokens() for group in groups),
         mean_reward=sum(rewards) / len(rewards),
         max_staleness=max(0, *(staleness(group, step) for group in groups)),
     )
 
 
 def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) -> Plan:
-    """The plan of a batch of these groups."""
+    """The plan of a batch of these groups, each of which has a loss token."""
     sequences: list[PlanSequence] = []
     rows: list[_Row] = []
-    trained = [g for g in groups if any(_loss_tokens(c) for f in g.finished.values() for c in f.contexts)]
-    for group in trained:
-        weight = 1.0 / (
-            len(trained) * sum(_loss_tokens(c) for f in group.finished.values() for c in f.contexts)
-        )
+    for group in groups:
+        weight = 1.0 / (len(groups) * group.loss_tokens())
         for finished, advantage in zip(group.ordered(), group.advantages, strict=True):
             for index, context in enumerate(finished.contexts):
-                if _loss_tokens(context):
+                if context.loss_tokens():
                     rows.append(_Row(len(sequences), index, context.tokens, advantage, weight))
             sequences.append(
                 PlanSequence(
@@ -111,7 +104,7 @@ def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) ->
             )
     dp, budget = decisions.batch.dp, decisions.batch.token_budget
     lengths = [row.tokens for row in rows]
-    bins = split_to_multiple(pack(lengths, budget), lengths, dp)
+    bins = fill_to_multiple(pack(lengths, budget), lengths, dp)
     placed = spread([sum(cost(lengths[i]) for i in b) for b in bins], dp)
     order = [
         (rank, microbatch, i)
@@ -126,7 +119,7 @@ def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) ->
         dp=dp,
         microbatches=len(bins) // dp,
         token_budget=budget,
-        loss_tokens=sum(_loss_tokens(c) for s in sequences for c in s.contexts),
+        loss_tokens=sum(group.loss_tokens() for group in groups),
         sequences=tuple(sequences),
         rows=PlanRows(
             sequence=tuple(rows[i].sequence for _, _, i in order),

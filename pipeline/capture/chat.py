@@ -15,7 +15,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.capture.dialogue import Dialogue
-from pipeline.capture.messages import Message, Tool, ToolCall
+from pipeline.capture.messages import NAME_CHARACTERS, Message, Tool, ToolCall
 from pipeline.capture.session import Answer
 
 MODEL = "policy"
@@ -36,7 +36,7 @@ class _Open(BaseModel):
 
 
 class _Function(_Open):
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(min_length=1, max_length=NAME_CHARACTERS)
     arguments: str = ""
 
 
@@ -51,11 +51,11 @@ class _Message(_Open):
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
-    name: str | None = Field(None, max_length=256)
+    name: str | None = Field(None, max_length=NAME_CHARACTERS)
 
 
 class _Definition(_Open):
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(min_length=1, max_length=NAME_CHARACTERS)
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -70,6 +70,7 @@ class _Request(_Open):
     messages: list[_Message] = Field(min_length=1)
     tools: list[_Tool] | None = None
     tool_choice: Any = None
+    functions: Any = None
     n: int | None = None
     stream: bool | None = None
     stop: Any = None
@@ -100,6 +101,10 @@ def parse_request(body: bytes) -> ChatRequest:
     if not isinstance(given, dict):
         raise BadRequest("the body is not a JSON object")
     try:
+        digest = hashlib.sha256(orjson.dumps(given, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    except orjson.JSONEncodeError as error:
+        raise BadRequest(f"the body nests too deep: {error}; keep it under 250 levels") from None
+    try:
         request = _Request.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -108,7 +113,7 @@ def parse_request(body: bytes) -> ChatRequest:
     _refuse_unsupported(request)
     limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
     return ChatRequest(
-        digest=hashlib.sha256(orjson.dumps(given, option=orjson.OPT_SORT_KEYS)).hexdigest(),
+        digest=digest,
         model=request.model,
         dialogue=Dialogue(
             tuple(_message(message, i) for i, message in enumerate(request.messages)),
@@ -136,6 +141,8 @@ def _refuse_unsupported(request: _Request) -> None:
         raise BadRequest(
             f"tool_choice is {request.tool_choice!r}: the policy chooses; use 'auto'", "tool_choice"
         )
+    if request.functions:
+        raise BadRequest("functions is set: the policy would not see them; use tools", "functions")
     if request.response_format not in (None, {"type": "text"}):
         raise BadRequest(
             "response_format is not text: output is not constrained; leave it out", "response_format"

@@ -1,8 +1,8 @@
 """A request as messages, and how its turns are recognized.
 
-Two keys tell a turn. The prompt key is what the turn renders from, so equal keys mean equal tokens. The answer key is
-what a sampled turn was returned as: its call ids when it has calls (agents rename tools and reorder arguments, ids
-survive), else its text without surrounding white space (clients trim it).
+Two keys tell a turn. The prompt key is what the turn renders from, to the letter, so equal keys mean equal tokens. The
+answer key is what a sampled turn was returned as: its call ids when it has calls (agents rename tools and reorder
+arguments, ids survive), else its text without surrounding white space (clients trim it).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Step:
 def steps(dialogue: Dialogue) -> list[Step]:
     """The preamble, then one step a message; a leading system message belongs to the preamble."""
     system, rest = split_system(dialogue)
-    tools = tuple((tool.name, tool.description, canonical(dict(tool.parameters))) for tool in dialogue.tools)
+    tools = tuple((tool.name, tool.description, json.dumps(dict(tool.parameters))) for tool in dialogue.tools)
     first = Step(None, ("preamble", tools, system), None)
     return [first, *[Step(message, prompt_key(message), answer_key(message)) for message in rest]]
 
@@ -50,7 +50,7 @@ def split_system(dialogue: Dialogue) -> tuple[str | None, tuple[Message, ...]]:
 
 
 def prompt_key(message: Message) -> Key:
-    calls = tuple((call.name, canonical_arguments(call.arguments)) for call in message.tool_calls)
+    calls = tuple((call.name, call.arguments) for call in message.tool_calls)
     return (message.role, message.content, calls)
 
 
@@ -61,18 +61,6 @@ def answer_key(message: Message) -> Key | None:
 
 def answer_key_of(content: str, calls: Sequence[ToolCall]) -> Key:
     return ("calls", *(call.id for call in calls)) if calls else ("text", content.strip())
-
-
-def canonical(value: object) -> str:
-    """JSON text that equal values share."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def canonical_arguments(text: str) -> str:
-    try:
-        return canonical(json.loads(text))
-    except (ValueError, RecursionError):
-        return text
 
 
 def render_steps(renderer: ChatMLRenderer, dialogue: Dialogue, first: int) -> list[list[int]]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
+NAME_CHARACTERS = 256
+"""Longest name of a tool: what is sampled and returned is taken back, so both sides hold to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-from pipeline.capture.messages import Message, ParsedTurn, Role, Tool, ToolCall
+from pipeline.capture.messages import NAME_CHARACTERS, Message, ParsedTurn, Role, Tool, ToolCall
 from pipeline.capture.tokenizer import PolicyTokenizer
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -85,7 +85,8 @@ class ChatMLRenderer:
         """The text and the tool calls of a sampled turn; call ids are left "" for the caller to derive.
 
         Control characters inside a call's strings are accepted; a call that is cut off, is not a JSON object with a
-        string ``name`` and an object ``arguments``, or nests too deep is counted and its text kept in ``content``.
+        ``name`` (1 to 256 characters) and an object ``arguments``, or nests too deep is counted and its text kept in
+        ``content``.
         """
         text: list[str] = []
         calls: list[ToolCall] = []
@@ -164,14 +165,16 @@ def _parse_call(text: str) -> ToolCall | None:
             return None
         body = cast("dict[str, object]", decoded)
         name, arguments = body.get("name"), body.get("arguments")
-        if not (isinstance(name, str) and isinstance(arguments, dict)):
+        if not (isinstance(name, str) and isinstance(arguments, dict) and 0 < len(name) <= NAME_CHARACTERS):
             return None
+        # JSON can spell a lone surrogate, which no HTTP body holds: raises UnicodeEncodeError, a ValueError.
+        name.encode()
         raw = _member_text(text, "arguments")
         try:
             json.loads(raw)
         except ValueError:
             # Agents parse strictly: control characters that we forgave are escaped before they see them.
-            raw = json.dumps(arguments, ensure_ascii=False)
+            raw = json.dumps(arguments)
         return ToolCall("", name, raw)
     except (ValueError, RecursionError):
         return None

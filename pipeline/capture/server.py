@@ -10,12 +10,15 @@ Promises:
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import Counter, OrderedDict
 from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.capture import chat
 from pipeline.capture.renderer import ChatMLRenderer
@@ -24,6 +27,7 @@ from pipeline.capture.session import ContextOverflow, Engine, Session, SessionCl
 from pipeline.engines.client import EngineRefused, EngineUnavailable
 from schemas.config import Behaviour
 
+_LOG = logging.getLogger("packtrain.capture.http")
 MAX_BODY_BYTES = 32 << 20
 RETRY_AFTER_S = 1
 _REMEMBERED = 10_000
@@ -59,12 +63,22 @@ class Capture:
         await session.close()
 
     def application(self) -> web.Application:
-        """The aiohttp application; run it with `access_log=None`, since URLs hold secrets."""
+        """The aiohttp application; `runner` runs it."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/s/{session}/{secret}/v1/chat/completions", self._chat)
         app.router.add_get("/s/{session}/{secret}/v1/models", self._models)
         app.router.add_get("/healthz", self._health)
         return app
+
+    def runner(self, shutdown_timeout: float) -> web.AppRunner:
+        """Runs the application without logging a URL; a session learns when its client goes away."""
+        return web.AppRunner(
+            self.application(),
+            access_log=None,
+            logger=_LOG,
+            handler_cancellation=True,
+            shutdown_timeout=shutdown_timeout,
+        )
 
     def _find(self, request: web.Request) -> Session | web.Response:
         session_id, secret = request.match_info["session"], request.match_info["secret"]
@@ -92,7 +106,7 @@ class Capture:
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"the body is over {MAX_BODY_BYTES} bytes", "request_too_large")
         try:
-            asked = chat.parse_request(body)
+            asked = await asyncio.to_thread(chat.parse_request, body)
             self._count(asked.ignored)
             answer = await session.complete(asked.digest, asked.dialogue, asked.max_tokens)
         except chat.BadRequest as error:
@@ -116,6 +130,16 @@ class Capture:
             # Names come from outside: their number is bounded.
             seen = field in self.ignored or len(self.ignored) < _COUNTED_FIELDS
             self.ignored[field[:64] if seen else "(other)"] += 1
+
+
+def _without_request_line(record: logging.LogRecord) -> bool:
+    """A request that does not parse is logged, without the error that quotes its line."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        record.exc_info = None
+    return True
+
+
+_LOG.addFilter(_without_request_line)
 
 
 def _json(status: int, body: dict[str, Any]) -> web.Response:

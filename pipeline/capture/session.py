@@ -27,9 +27,6 @@ from pipeline.engines.client import EngineUnavailable, Generation
 from pipeline.engines.wire import SamplingParams
 from schemas.config import Behaviour
 
-_INLINE_CHARACTERS = 16_384
-"""Text up to this long is tokenized on the event loop (about a millisecond); longer text on a thread."""
-
 
 class TurnLimit(Exception):
     """The agent wants more turns than its behaviour allows."""
@@ -79,6 +76,7 @@ class Session:
         self._requests = itertools.count(1)
         self._last: Answer | None = None
         self._trouble = False
+        self._left = False
         self.closed = False
 
     @property
@@ -88,8 +86,9 @@ class Session:
 
     @property
     def owed(self) -> bool:
-        """Whether the engine owes an answer: a model call is under way, or the last to end met the engine's trouble."""
-        return self._trouble or any(not task.done() for task in self._answers.values())
+        """Whether the engine owes an answer: a model call is under way, the last to end met the engine's trouble, or the
+        client of the newest call went before it had its answer, whether or not that was sampled since."""
+        return self._trouble or self._left or any(not task.done() for task in self._answers.values())
 
     @property
     def last(self) -> Answer | None:
@@ -103,6 +102,7 @@ class Session:
         """
         if self.closed:
             raise SessionClosed(f"session {self.id} is closed")
+        self._left = False
         task = self._answers.get(digest)
         if task is None:
             task = asyncio.create_task(self._sample(dialogue, max_tokens))
@@ -114,6 +114,7 @@ class Session:
         except asyncio.CancelledError:
             if self.closed:
                 raise SessionClosed(f"session {self.id} is closed") from None
+            self._left = True
             raise
 
     async def close(self) -> None:
@@ -149,7 +150,8 @@ class Session:
     async def _sample_turn(self, dialogue: Dialogue, max_tokens: int | None) -> Answer:
         asked = steps(dialogue)
         match = self._tree.match(asked)
-        rendered = await self._render(dialogue, match.steps)
+        # On a thread: whatever an agent sends, in texts, tools or arguments, is not tokenized in other tenants' time.
+        rendered = await asyncio.to_thread(render_steps, self._renderer, dialogue, match.steps)
         lead = self._renderer.generation_prompt()
         prompt = self._tree.prompt(match, rendered, lead)
         room = self.max_context - len(prompt)
@@ -183,12 +185,6 @@ class Session:
         )
         self._last = answer
         return answer
-
-    async def _render(self, dialogue: Dialogue, first: int) -> list[list[int]]:
-        unseen = sum(len(message.content) for message in dialogue.messages[max(first - 1, 0) :])
-        if unseen <= _INLINE_CHARACTERS:
-            return render_steps(self._renderer, dialogue, first)
-        return await asyncio.to_thread(render_steps, self._renderer, dialogue, first)
 
     def _turn(self, lead: Sequence[int], generation: Generation) -> SampledTurn:
         ids = np.asarray(generation.token_ids, np.int32)

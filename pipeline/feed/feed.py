@@ -7,12 +7,14 @@
 Promises:
 - `batch` waits for a step that has not been yielded yet, without polling the packer;
 - a packer that is killed and restarted is asked again for the same window: none is skipped, none comes twice;
+- a window that was not asked for is never handed out;
 - a micro-batch is acknowledged when the loop asks for the next one, or is left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import time
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from pipeline.feed.memfd import SealedWindow
-from pipeline.feed.wire import Request, checked_path, frame, receive_answer
+from pipeline.feed.wire import Protocol, Request, checked_path, frame, receive_answer
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +134,13 @@ class Feed:
             except BaseException:
                 self.close()
                 raise
+            if (answer.step, answer.microbatch) != (step, index):
+                self.close()
+                if fd is not None:
+                    os.close(fd)
+                raise Protocol(
+                    f"{what}: the packer answered with step {answer.step} micro-batch {answer.microbatch}"
+                )
             if fd is None:
                 raise FeedError(f"{what}: {answer.error}")
             return MicroBatch(step, index, answer.microbatches, SealedWindow(fd)), answer.last

@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import socket
@@ -62,6 +63,16 @@ def listen(path: Path) -> socket.socket:
     """A listening, non-blocking socket at the path, mode 0600. Raises SocketPathTooLong, SocketTaken, OSError."""
     checked_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Or two that start at once would both find a stale socket, and the second would unlink the first's new one.
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        return _listen(path)
+    finally:
+        os.close(directory)
+
+
+def _listen(path: Path) -> socket.socket:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.capture.messages import Tool
 from pipeline.harnesses.base import InfraFailure, Trial, Verdict
+from pipeline.harnesses.blocking import on_thread
 from pipeline.harnesses.environments.base import EnvironmentBroken, Outcome, ToolUse
 from pipeline.harnesses.sandbox import SandboxUnavailable
 
@@ -43,11 +44,18 @@ class Agent:
         """Runs the agent, then verifies what it left behind."""
         uses: list[ToolUse] = []
         answer = [""]
+        clock = asyncio.timeout(trial.agent_s)
         try:
             client = self._client.with_options(base_url=trial.session_url, timeout=trial.agent_s)
-            async with asyncio.timeout(trial.agent_s):
+            async with clock:
                 termination = await _converse(client, trial, tools, uses, answer)
-        except (TimeoutError, self._sdk.APITimeoutError):
+        except self._sdk.APITimeoutError:
+            termination = "agent_timeout"
+        except TimeoutError as error:
+            if not clock.expired():
+                raise InfraFailure(
+                    "environment", f"a tool call met a time-out of its own: {error!r}"
+                ) from error
             termination = "agent_timeout"
         except self._sdk.BadRequestError as error:
             termination = _termination(error)
@@ -65,7 +73,7 @@ class Agent:
 async def verify(trial: Trial, outcome: Outcome) -> float:
     """The environment's reward, found on a thread; raises `InfraFailure`."""
     try:
-        return await asyncio.to_thread(trial.environment.verify, trial.task, outcome)
+        return await on_thread(trial.environment.verify, trial.task, outcome)
     except (EnvironmentBroken, SandboxUnavailable) as error:
         raise InfraFailure("verifier", str(error)) from error
 
@@ -96,9 +104,7 @@ async def _converse(
             if call.type != "function":
                 raise InfraFailure("protocol", f"the proxy returned a tool call of type {call.type!r}")
             function = call.function
-            use = await asyncio.to_thread(
-                trial.environment.call, trial.task, function.name, function.arguments
-            )
+            use = await on_thread(trial.environment.call, trial.task, function.name, function.arguments)
             uses.append(use)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": use.output})
     return "max_turns"

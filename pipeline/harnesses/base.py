@@ -3,7 +3,8 @@
 Promises:
 - a harness knows no tokens, no log and no store: it gets a `Trial` and returns a `Verdict`;
 - it raises `InfraFailure` when the world failed, and returns a verdict, with its termination, when the policy did;
-- one instance serves every trial of a host at once, so it keeps no state between them.
+- one instance serves every trial of a host at once, so it keeps no state between them, and does not block: what may
+  block goes through `pipeline.harnesses.blocking.on_thread`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol, cast
 
 from pipeline.harnesses.environments.base import Environment, Task
 from schemas.config import Behaviour
+from schemas.names import checked_name
 
 BUILT_IN: Mapping[str, str] = {
     "chat": "pipeline.harnesses.chat:ChatHarness",
@@ -23,11 +25,11 @@ BUILT_IN: Mapping[str, str] = {
 
 
 class InfraFailure(Exception):
-    """The trial says nothing about the policy. `reason` is short and countable: a legal name."""
+    """The trial says nothing about the policy. `reason` is short and countable: a legal name, or BadName is raised."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+        self.reason = checked_name(reason, "the reason of an infra failure")
         self.detail = detail
 
 
@@ -49,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`termination` is why the agent ended: completed, max_turns, overlong, agent_timeout."""
+    """`termination` is why the agent ended: completed, max_turns, overlong, agent_timeout; any legal name."""
 
     reward: float
     termination: str = "completed"

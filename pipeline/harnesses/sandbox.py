@@ -30,6 +30,8 @@ _LAUNCHER = str(Path(__file__).with_name("sandbox_launcher.py"))
 _PYTHON = os.path.realpath(sys.executable)
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/null")
 _CHUNK = 65_536
+_ARGUMENT = 131_072
+"""Linux's limit on one argument of a program, with the zero byte that ends it."""
 
 Stopped = Literal["", "wall_time", "output"]
 
@@ -73,15 +75,14 @@ class Sandbox:
     """Stateless; safe to share between threads."""
 
     def run_python(self, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Done:
-        """Run Python source (standard library only, at most 100 KiB) as a program; see `run`."""
-        if len(source) > 100 << 10:
-            raise ValueError(f"the program has {len(source)} characters; pass at most {100 << 10}")
+        """Run Python source (standard library only) as a program; see `run`."""
         return self.run([_PYTHON, "-I", "-S", "-c", source], stdin, limits)
 
     def run(self, argv: Sequence[str], stdin: bytes = b"", limits: Limits | None = None) -> Done:
         """Run `argv` (argv[0] an absolute path under /usr, /bin, /lib or the interpreter's prefix) to its end.
 
-        Raises `SandboxUnavailable` when the isolation cannot be had or argv[0] cannot be executed.
+        Raises `SandboxUnavailable` when the isolation cannot be had or argv[0] cannot be executed, ValueError for an
+        `argv` that is longer, as JSON, than the kernel lets one argument be (128 KiB).
         """
         if not argv or not Path(argv[0]).is_absolute():
             raise ValueError(f"argv[0] must be an absolute path, not {list(argv)[:1]!r}")
@@ -116,8 +117,13 @@ def _spawn(argv: Sequence[str], limits: Limits, report: int) -> subprocess.Popen
             "NOFILE": limits.open_files,
         },
     }
+    text = json.dumps(spec, ensure_ascii=False).encode()
+    if len(text) >= _ARGUMENT:
+        raise ValueError(
+            f"the program and its arguments take {len(text)} bytes as JSON, the limit is {_ARGUMENT - 1}; pass data on stdin"
+        )
     return subprocess.Popen(
-        [_PYTHON, "-I", "-S", _LAUNCHER, json.dumps(spec)],
+        [_PYTHON, "-I", "-S", _LAUNCHER, text],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -137,7 +143,14 @@ def _binds() -> list[str]:
 
 def _finish(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits, report: int) -> Done:
     began = time.monotonic()
-    stopped, out, err, trouble = _pump(process, stdin, limits, report, began + limits.wall_s)
+    deadline = began + limits.wall_s
+    stopped, out, err, trouble = _pump(process, stdin, limits, report, deadline)
+    if not stopped:
+        try:
+            # A program may close its outputs and run on.
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            stopped = "wall_time"
     if stopped:
         _kill(process)
     returncode = process.wait()
@@ -175,8 +188,10 @@ def _pump(
         os.set_blocking(process.stdin.fileno(), False)
         selector.register(process.stdin, selectors.EVENT_WRITE)
         while selector.get_map() and not stopped:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left_s = deadline - time.monotonic()
+            ready = selector.select(max(0.0, left_s))
+            # Also when something is ready: a program that never stops writing a little is not given more time.
+            if not ready or left_s <= 0:
                 stopped = "wall_time"
             for key, _ in ready:
                 if key.fileobj is process.stdin:

@@ -53,6 +53,7 @@ async def read_events(
             _LOG.info("reading %s waits for the broker: %s", subject, error or type(error).__name__)
             await asyncio.sleep(_RETRY_S)
             continue
+        # Sends nothing: it registers an inbox, which the client announces again after a reconnect.
         subscription = await js.pull_subscribe_bind(consumer=consumer, stream=stream)
         given = 0
         try:

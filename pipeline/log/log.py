@@ -5,7 +5,8 @@ Promises:
   (`Nats-Expected-Last-Subject-Sequence: 0`). The second writer gets the winner's event back, not an error;
 - a publish whose acknowledgement was lost is told from a lost race by the event id, never by guessing;
 - while the broker is away, `publish` waits and goes on when it is back: nothing is lost, nothing spins;
-- a message that is no event goes to the dead letters with its reason, an unknown type is skipped; both are counted.
+- a message that is no event goes to the dead letters with its reason, an unknown type is skipped; both are counted,
+  and neither stops a reader, whatever its size and wherever it stands.
 """
 
 # nats-py's signatures hold untyped dictionaries and keyword arguments; values are typed where they enter our code.
@@ -13,11 +14,12 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -39,7 +41,9 @@ _WRONG_LAST_SEQUENCE = {10071, 10164}
 _PUBLISH_TIMEOUT_S = 3.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _HEADER_ROOM = 4096
+_MAX_MESSAGE = MAX_BODY + _HEADER_ROOM
 _DUPLICATE_WINDOW_S = 120.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class Log:
             retention=RetentionPolicy.LIMITS,
             storage=StorageType.FILE,
             num_replicas=self._replicas,
-            max_msg_size=MAX_BODY + _HEADER_ROOM,
+            max_msg_size=_MAX_MESSAGE,
             duplicate_window=_DUPLICATE_WINDOW_S,
             deny_delete=True,
         )
@@ -95,8 +99,10 @@ class Log:
         return True
 
     async def head(self) -> int:
-        """Stream sequence of the newest message; 0 for an empty log."""
-        return (await self._js.stream_info(self.stream)).state.last_seq
+        """Stream sequence of the newest message that a fold of everything reads, dead letters not among them; 0 when
+        there is none. Waits while the broker is away."""
+        newest = await self._last_of(subject_filter(self.run))
+        return newest.seq if newest is not None else 0
 
     async def size(self) -> tuple[int, int]:
         """(messages, bytes) in the stream."""
@@ -110,20 +116,19 @@ class Log:
         """
         event = new_event(fact, self.producer, cause)
         message = encode(event, self.run)
-        for attempt in range(1_000_000_000):
+        return await self._patiently(lambda: self._store(event, message), f"publish of {message.subject}")
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[_T]], what: str) -> _T:
+        """The attempt's result, however long the broker is away."""
+        for tries in itertools.count():
             try:
-                return await self._store(event, message)
+                return await attempt()
             except (NatsError, OSError, TimeoutError) as error:
                 if self._client.is_closed:
                     raise
-                wait = _RETRY_S[min(attempt, len(_RETRY_S) - 1)]
-                if attempt in (3, 30, 300):
-                    _LOG.warning(
-                        "publish of %s waits for the broker: %s",
-                        message.subject,
-                        error or type(error).__name__,
-                    )
-                await asyncio.sleep(wait)
+                if tries in (3, 30, 300):
+                    _LOG.warning("%s waits for the broker: %s", what, error or type(error).__name__)
+                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
         raise AssertionError("unreachable")
 
     async def _store(self, event: Event, message: Message) -> Published:
@@ -141,41 +146,42 @@ class Log:
         except APIError as error:
             if error.err_code not in _WRONG_LAST_SEQUENCE:
                 raise
-        winner = await self._read(message.subject)
+        winner = _readable(message.subject, await self._newest(message.subject))
         if winner is None:
             raise NatsError(f"{message.subject} is taken, but holds no event yet")
         return Published(winner, won=winner.id == event.id)
 
-    async def _read(self, subject: str) -> Event | None:
+    async def _newest(self, subject: str) -> Event | Unknown | Invalid | None:
         try:
             raw = await self._js.get_last_msg(self.stream, subject)
         except NotFoundError:
             return None
-        event = decode(raw.subject or "", raw.headers, raw.data or b"", raw.seq or 0)
-        if isinstance(event, Event):
-            return event
-        raise ValueError(f"{subject} holds a message that this version cannot read: {event}")
+        return decode(raw.subject or "", raw.headers, raw.data or b"", raw.seq or 0)
+
+    async def _last_of(self, subject: str) -> Event | Unknown | Invalid | None:
+        return await self._patiently(lambda: self._newest(subject), f"read of {subject}")
 
     async def last(self, type_: str, scope: str, id_: str) -> Event | None:
         """The fact of that type, scope and id, if it is in the log. Waits while the broker is away."""
         if type_ not in FACTS:
             raise ValueError(f"no event type {type_!r}; types: {sorted(FACTS)}")
         entity, _, fact = type_.partition(".")
-        return await self._patiently(Subject(self.run, entity, fact, scope, id_).text)
+        subject = Subject(self.run, entity, fact, scope, id_).text
+        return _readable(subject, await self._last_of(subject))
 
     async def latest(self, type_: str, scope: str = "*") -> Event | None:
         """The newest fact of that type (and scope), if any. Waits while the broker is away."""
-        return await self._patiently(subject_filter(self.run, type_, scope))
-
-    async def _patiently(self, subject: str) -> Event | None:
-        while True:
-            try:
-                return await self._read(subject)
-            except (NatsError, OSError, TimeoutError) as error:
-                if self._client.is_closed:
-                    raise
-                _LOG.info("read of %s waits for the broker: %s", subject, error or type(error).__name__)
-                await asyncio.sleep(_RETRY_S[-1])
+        subject = subject_filter(self.run, type_, scope)
+        last = await self._last_of(subject)
+        if not isinstance(last, Invalid):
+            return _readable(subject, last)
+        # Rubbish on top of the facts hides none of them.
+        newest: Event | None = None
+        async for found in self.read(type_, source=scope):
+            newest = found if isinstance(found, Event) else newest
+            if found.seq >= last.seq:
+                break
+        return newest
 
     async def subscribe(
         self,
@@ -189,12 +195,18 @@ class Log:
 
         `source` is the scope of the subject: a source, pool or host. Reconnects and goes on where it was.
         """
-        subject = subject_filter(self.run, type_, source)
         first = start if isinstance(start, int) else (1 if start == "all" else await self.head() + 1)
+        async for found in self.read(type_, source=source, first=first, poll_s=poll_s):
+            if isinstance(found, Event):
+                yield found
+
+    async def read(
+        self, type_: str = "*", *, source: str = "*", first: int = 1, poll_s: float = 2.0
+    ) -> AsyncIterator[Event | Unknown | Invalid]:
+        """`subscribe` with what it skips, for readers that must know how far they are."""
+        subject = subject_filter(self.run, type_, source)
         async for found in read_events(self._client, self._js, self.stream, subject, first, poll_s):
-            event = await self.sort(found.subject, found.headers, found.body, found.seq)
-            if isinstance(event, Event):
-                yield event
+            yield await self.sort(found.subject, found.headers, found.body, found.seq)
 
     async def sort(
         self, subject: str, headers: dict[str, str] | None, body: bytes, seq: int
@@ -212,19 +224,27 @@ class Log:
         _LOG.warning("dead letter: message %d on %s: %s", invalid.seq, invalid.subject, invalid.reason)
         kept = {k: v for k, v in (headers or {}).items() if not k.startswith("Nats-")}
         marks = {
-            "dlq-reason": " ".join(invalid.reason.split())[:1000],
-            "dlq-subject": invalid.subject,
+            "dlq-reason": _cut(" ".join(invalid.reason.split()), 1000),
+            "dlq-subject": _cut(invalid.subject, 500),
             "dlq-seq": str(invalid.seq),
+            "dlq-bytes": str(len(body)),
             Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: "0",
         }
-        try:
-            await self._js.publish(
-                f"{dead_letter_subject(self.run)}.{invalid.seq}", body, headers={**kept, **marks}
-            )
-        except APIError as error:
-            # Another reader was first: one dead letter for one message.
-            if error.err_code not in _WRONG_LAST_SEQUENCE:
-                raise
+        head = {**kept, **marks}
+        if _size(head) + len(body) > _MAX_MESSAGE:
+            # The message itself stays in the stream, whole, at `dlq-seq`.
+            head, body = marks, body[: _MAX_MESSAGE - _size(marks)]
+        letter = f"{dead_letter_subject(self.run)}.{invalid.seq}"
+
+        async def bury() -> None:
+            try:
+                await self._js.publish(letter, body, headers=head, timeout=_PUBLISH_TIMEOUT_S)
+            except APIError as error:
+                # Another reader was first: one dead letter for one message.
+                if error.err_code not in _WRONG_LAST_SEQUENCE:
+                    raise
+
+        await self._patiently(bury, f"publish of {letter}")
 
     async def work(
         self, name: str, type_: str, *, source: str = "*", ack_wait_s: float, max_pending: int = 20_000
@@ -233,3 +253,20 @@ class Log:
         return await open_work(
             self._js, self, name, subject_filter(self.run, type_, source), ack_wait_s, max_pending
         )
+
+
+def _readable(subject: str, found: Event | Unknown | Invalid | None) -> Event | None:
+    """What stands on a subject; raises ValueError on a message that is no event for this reader."""
+    if found is None or isinstance(found, Event):
+        return found
+    raise ValueError(f"{subject} holds a message that this version cannot read: {found}")
+
+
+def _size(headers: dict[str, str]) -> int:
+    """Bytes of the headers on the wire: a status line, one line each, an empty one."""
+    return 12 + sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items())
+
+
+def _cut(text: str, most: int) -> str:
+    """The text's first bytes, at most so many."""
+    return text.encode()[:most].decode(errors="ignore")

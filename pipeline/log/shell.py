@@ -43,16 +43,18 @@ async def _run(log: Log, core: Core, write: Callable[[Mapping[str, bytes]], Awai
     head = await log.head()
     waiting: dict[str, _Waiting] = {}
     published: set[str] = set()
-    async for event in log.subscribe():
-        subject = event.fact.subject(log.run).text
-        core.fold(event)
-        waiting.pop(subject, None)
-        published.discard(subject)
-        for decision in core.decide(event):
-            decided = decision.fact.subject(log.run).text
-            # The first decision on a subject stands: state moves on only when its fact comes back through the stream.
-            if decided not in published:
-                waiting.setdefault(decided, _Waiting(decision, event))
+    # With what is no event: one of those may be the newest message of all.
+    async for event in log.read():
+        if isinstance(event, Event):
+            subject = event.fact.subject(log.run).text
+            core.fold(event)
+            waiting.pop(subject, None)
+            published.discard(subject)
+            for decision in core.decide(event):
+                decided = decision.fact.subject(log.run).text
+                # The first decision on a subject stands: state moves on only when its fact comes back through the stream.
+                if decided not in published:
+                    waiting.setdefault(decided, _Waiting(decision, event))
         if event.seq < head:
             continue
         while waiting:

@@ -28,6 +28,11 @@ def _checked(rewards: Rewards) -> Advantages:
     return array
 
 
+def _centred(array: Advantages) -> Advantages:
+    # The rounding of the mean would make equal rewards unequal, and the division by their deviation would enlarge it.
+    return np.zeros_like(array) if array.min() == array.max() else array - array.mean()
+
+
 def grpo(rewards: Rewards) -> Advantages:
     """(R - mean) / (std + 1e-6) with the sample standard deviation (ddof 1), [n].
 
@@ -37,14 +42,12 @@ def grpo(rewards: Rewards) -> Advantages:
     array = _checked(rewards)
     if array.size == 1:
         return array / (1.0 + GRPO_EPSILON)
-    centred = array - array.mean()
-    return centred / (array.std(ddof=1) + GRPO_EPSILON)
+    return _centred(array) / (array.std(ddof=1) + GRPO_EPSILON)
 
 
 def dr_grpo(rewards: Rewards) -> Advantages:
     """R - mean, [n]. Dr. GRPO, arXiv:2503.20783, section 3."""
-    array = _checked(rewards)
-    return array - array.mean()
+    return _centred(_checked(rewards))
 
 
 def rloo(rewards: Rewards) -> Advantages:
@@ -55,7 +58,7 @@ def rloo(rewards: Rewards) -> Advantages:
     array = _checked(rewards)
     if array.size == 1:
         raise ValueError("rloo needs a group of at least 2, got 1; raise group_size or use another estimator")
-    return (array - array.mean()) * (array.size / (array.size - 1))
+    return _centred(array) * (array.size / (array.size - 1))
 
 
 ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}

@@ -3,8 +3,9 @@
 Promises:
 - `sample.completed` is decided once every member has finished or failed, `sample.accepted` or `sample.rejected` on
   the grader's rewards, `sample.shaped` on acceptance: each from the folded state and one event alone;
-- a group is accepted only if its pass rate is strictly between the source's limits, its advantages are not all zero
-  (unless kept by configuration) and it is fresh enough for the next batch;
+- a group is accepted only if a plan can hold it (it has loss tokens, and no context over the token budget), its pass
+  rate is strictly between the source's limits, its advantages are not all zero (unless kept by configuration) and it is
+  fresh enough for the next batch;
 - evaluation groups are never trained: they are rejected as such, with their rewards;
 - a group that is decided against, or yielded, leaves no state behind.
 """
@@ -25,6 +26,7 @@ from schemas.facts import (
     SequenceFailed,
     SequenceFinished,
 )
+from schemas.payload import ContextMeta
 
 _SMALLEST_GROUP = 2
 """Group-relative estimators compare: a group with fewer finished members is rejected as failed."""
@@ -54,12 +56,16 @@ class Group:
 
     def min_version(self) -> int:
         """The oldest policy version among the sampled tokens of the group."""
-        return min(
-            (c.min_version for f in self.finished.values() for c in f.contexts if c.generated), default=0
-        )
+        return min((c.min_version for c in self.contexts() if c.generated), default=0)
 
     def tokens(self) -> int:
-        return sum(c.tokens for f in self.finished.values() for c in f.contexts)
+        return sum(c.tokens for c in self.contexts())
+
+    def contexts(self) -> Iterator[ContextMeta]:
+        return (c for f in self.finished.values() for c in f.contexts)
+
+    def loss_tokens(self) -> int:
+        return sum(c.loss_tokens() for c in self.contexts())
 
 
 def staleness(group: Group, step: int) -> int:
@@ -93,12 +99,12 @@ class Groups:
 
     def finished(self, fact: SequenceFinished) -> None:
         group = self._groups.get(fact.sample)
-        if group is not None and fact.sequence not in group.failed:
+        if group is not None and fact.sequence in group.members and fact.sequence not in group.failed:
             group.finished[fact.sequence] = fact
 
     def failed(self, fact: SequenceFailed) -> None:
         group = self._groups.get(fact.sample)
-        if group is not None and fact.sequence not in group.finished:
+        if group is not None and fact.sequence in group.members and fact.sequence not in group.finished:
             group.failed.add(fact.sequence)
 
     def shaped(self, fact: SampleShaped, seq: int) -> None:
@@ -129,9 +135,12 @@ def complete(group: Group) -> SampleCompleted | None:
 
 
 def judge(
-    group: Group, source: Source, rewards: tuple[float, ...], step: int
+    group: Group, source: Source, rewards: tuple[float, ...], step: int, token_budget: int
 ) -> SampleAccepted | SampleRejected:
-    """Whether the group will be trained in batch `step` or later; `rewards` are the grader's, in member order."""
+    """Whether the group will be trained in batch `step` or later; `rewards` are the grader's, in member order.
+
+    `token_budget`: tokens of one micro-batch, at most.
+    """
     passes = sum(reward >= source.accept.pass_reward for reward in rewards)
     rate = passes / len(rewards) if rewards else None
     mean = sum(rewards) / len(rewards) if rewards else None
@@ -152,6 +161,13 @@ def judge(
         return rejected("evaluation")
     if rate is None or mean is None or len(rewards) < min(_SMALLEST_GROUP, source.group_size):
         return rejected("failed")
+    if not group.settled() or len(rewards) != len(group.finished):
+        # A grader's answer that is not about this group: its rewards belong to nobody.
+        return rejected("failed")
+    if not group.loss_tokens():
+        return rejected("no_loss")
+    if any(context.tokens > token_budget for context in group.contexts()):
+        return rejected("overlong")
     if not source.accept.min < rate < source.accept.max:
         return rejected("pass_rate")
     if source.accept.drop_all_zero and all(abs(a) < _ZERO for a in ESTIMATORS[source.estimator](rewards)):

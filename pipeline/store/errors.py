@@ -7,6 +7,10 @@ class StoreError(Exception):
     """Base of the errors of this package."""
 
 
+class BadStore(StoreError, ValueError):
+    """A configuration that names no store; the message says which key, and what to set it to."""
+
+
 class ObjectExists(StoreError):
     """The key is taken by other bytes; objects are written once."""
 

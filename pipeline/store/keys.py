@@ -10,7 +10,7 @@ from schemas.keys import payload_key, plan_key, weights_key
 __all__ = ["MAX_KEY", "BadKey", "checked_key", "checked_prefix", "payload_key", "plan_key", "weights_key"]
 
 MAX_KEY = 512
-_KEY = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 
 
 class BadKey(ValueError):
@@ -18,14 +18,14 @@ class BadKey(ValueError):
 
 
 def checked_key(key: str) -> str:
-    """`key` itself; raises `BadKey` unless it is relative, of `[A-Za-z0-9_.-]` components, none of them `.` or `..`."""
+    """`key` itself; raises `BadKey` unless it is relative, of `[A-Za-z0-9_.-]` components, none of which starts with a dot."""
     if len(key) > MAX_KEY:
         raise BadKey(
             f"object key {key[:80]!r}... has {len(key)} characters, limit {MAX_KEY}; shorten its names"
         )
-    if not _KEY.fullmatch(key) or not {".", ".."}.isdisjoint(key.split("/")):
+    if not _KEY.fullmatch(key):
         raise BadKey(
-            f"object key {key!r} is not a relative path of A-Z a-z 0-9 _ - . components without '.' or '..'; "
+            f"object key {key!r} is not a relative path of A-Z a-z 0-9 _ - . components, none with a dot at its start; "
             "build keys with schemas.keys"
         )
     return key

@@ -30,8 +30,8 @@ from pydantic import BaseModel, Field, ValidationError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from pipeline.checksum import crc32c
-from pipeline.store.errors import ObjectDamaged, ObjectExists, ObjectMissing, StoreUnavailable
-from pipeline.store.keys import checked_key, checked_prefix
+from pipeline.store.errors import BadStore, ObjectDamaged, ObjectExists, ObjectMissing, StoreUnavailable
+from pipeline.store.keys import BadKey, checked_key, checked_prefix
 from pipeline.store.ranges import COALESCE_GAP, Range, coalesce
 from schemas.config import Store as StoreConfig
 from schemas.payload import Ref
@@ -104,14 +104,12 @@ class ObjectStore:
     ) -> ObjectStore:
         """The store of a configuration; contacts no server, but makes a file store's directory.
 
-        Raises ValueError on a URL that is neither file:// nor s3://, StoreUnavailable on a directory that cannot be
+        Raises BadStore on a URL that is neither file:// nor s3://, StoreUnavailable on a directory that cannot be
         written or credentials that cannot be read.
         """
         url = urlsplit(config.url)
         if url.query or url.fragment or "@" in url.netloc:
-            raise ValueError(
-                "store.url may hold no credentials, query or fragment; use store.credentials_file"
-            )
+            raise BadStore("store.url may hold no credentials, query or fragment; use store.credentials_file")
         if url.scheme == "file" and url.netloc in ("", "localhost") and url.path.startswith("/"):
             client, remedy = (
                 _directory(Path(unquote(url.path)), config.url),
@@ -121,7 +119,7 @@ class ObjectStore:
             client = _bucket(config, url.netloc, url.path.strip("/"))
             remedy = f"check that {config.endpoint or 'the provider'} is up, the bucket exists and store.credentials_file is right"
         else:
-            raise ValueError(
+            raise BadStore(
                 f"store.url {config.url!r} is neither file:///path nor s3://bucket/prefix; set it to one of them"
             )
         return cls(client, config.url, remedy=remedy, patience_s=patience_s, concurrency=concurrency)
@@ -159,7 +157,7 @@ class ObjectStore:
                     # S3's 409: another conditional PUT was under way and did not succeed. The key is still free.
                     raise _Transport(str(taken)) from taken
                 # Our own earlier PUT may have arrived although its answer did not.
-                if not (again and found == size and await self._whole(key, size) == data):
+                if not (again and found == size and await self._holds(key, data)):
                     raise ObjectExists(key, self.url) from None
             except FileNotFoundError as missing:
                 raise StoreUnavailable(
@@ -218,10 +216,6 @@ class ObjectStore:
         for meta in found:
             yield meta["path"], meta["size"]
 
-    async def check(self) -> None:
-        """Raises StoreUnavailable unless the store answers a read now."""
-        await self.size("packtrain-check")
-
     async def _head(self, key: str) -> int | None:
         try:
             found = await obstore.head_async(self._client, key)
@@ -254,8 +248,11 @@ class ObjectStore:
         await asyncio.gather(*[fill(first) for first in range(start, end, PART)])
         return whole.toreadonly()
 
-    async def _whole(self, key: str, size: int) -> memoryview:
-        return await self._range(key, 0, size, size) if size else memoryview(b"")
+    async def _holds(self, key: str, data: memoryview) -> bool:
+        size = len(data)
+        body = await self._range(key, 0, size, size) if size else memoryview(b"")
+        # Not memoryview's own ==, which compares byte by byte.
+        return await off_loop(size, np.array_equal, np.asarray(body), np.asarray(data))
 
     async def _range(self, key: str, start: int, end: int, size: int | None) -> memoryview:
         try:
@@ -330,7 +327,11 @@ def _directory(path: Path, url: str) -> LocalStore:
 
 def _bucket(config: StoreConfig, bucket: str, prefix: str) -> S3Store:
     if config.endpoint and urlsplit(config.endpoint).scheme not in ("http", "https"):
-        raise ValueError(f"store.endpoint {config.endpoint!r} is not http(s)://host:port")
+        raise BadStore(f"store.endpoint {config.endpoint!r} is not http(s)://host:port")
+    try:
+        under = checked_prefix(prefix) or None
+    except BadKey as error:
+        raise BadStore(f"store.url {config.url!r}: its prefix cannot be used: {error}") from error
     options: dict[str, Any] = {"region": config.region}
     if config.endpoint:
         options["endpoint"] = config.endpoint
@@ -339,7 +340,7 @@ def _bucket(config: StoreConfig, bucket: str, prefix: str) -> S3Store:
         options |= {"access_key_id": access, "secret_access_key": secret}
     return S3Store(
         bucket,
-        prefix=checked_prefix(prefix) or None,
+        prefix=under,
         client_options={
             "allow_http": config.endpoint.startswith("http://"),
             "connect_timeout": _CONNECT_TIMEOUT,

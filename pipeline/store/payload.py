@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -129,7 +130,7 @@ class _Pieces:
     @classmethod
     def of(cls, header: PayloadHeader, column: ColumnHeader, spans: Sequence[Span] | None) -> _Pieces:
         rows = column.shape[0] if column.shape else 0
-        row = int(np.dtype(column.dtype).itemsize * np.prod(column.shape[1:], dtype=np.int64))
+        row = np.dtype(column.dtype).itemsize * prod(column.shape[1:])
         if (
             not column.shape
             or min(column.shape) < 0

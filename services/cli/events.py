@@ -18,7 +18,7 @@ from services.cli.embedded import LaunchError
 from services.cli.reach import broker_of, find_run
 
 _TAIL = 10
-_QUIET_S = 3.0
+_QUIET_S = 5.0
 _IDS = ("source", "sample", "sequence", "run")
 
 
@@ -57,10 +57,14 @@ def show(
     as_json: bool,
     follow: bool,
     write: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> None:
-    """Writes the events of a run, one a line: those in the log, or the newest and what follows until the run stops."""
+    """Writes the events of a run, one a line: those in the log, or the newest and what follows until the run stops.
+
+    `note` is told what was skipped or did not come: it is no part of the list.
+    """
     chosen.check()
-    asyncio.run(_show(config, directory, run, chosen, as_json, follow, write))
+    asyncio.run(_show(config, directory, run, chosen, as_json, follow, write, note))
 
 
 async def _show(
@@ -71,6 +75,7 @@ async def _show(
     as_json: bool,
     follow: bool,
     write: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> None:
     found = find_run(config, directory, run)
     async with broker_of(found) as broker:
@@ -78,12 +83,12 @@ async def _show(
         try:
             if not await log.exists():
                 raise LaunchError(f"broker {broker.url} has no run {found.run!r}")
-            events = _followed(log) if follow else _recorded(log)
+            events = _followed(log) if follow else _recorded(log, note)
             async for event in events:
                 if chosen.passes(event):
                     write(as_line(event, found.run) if as_json else line(event))
             if log.skipped:
-                write(f"# skipped: {dict(log.skipped)}")
+                note(f"skipped, as no event to this version: {dict(log.skipped)}")
         finally:
             await log.close()
 
@@ -95,9 +100,9 @@ async def _followed(log: Log) -> AsyncIterator[Event]:
             return
 
 
-async def _recorded(log: Log) -> AsyncIterator[Event]:
+async def _recorded(log: Log, note: Callable[[str], None]) -> AsyncIterator[Event]:
     """Up to the newest message. It may be one that is no event to us, which shows only as silence after the last."""
-    head = await log.head()
+    head, seen = await log.head(), 0
     events = log.subscribe(poll_s=1.0)
     following: asyncio.Task[Event] | None = None
     try:
@@ -105,8 +110,10 @@ async def _recorded(log: Log) -> AsyncIterator[Event]:
             following = asyncio.ensure_future(anext(events))
             done, _ = await asyncio.wait([following], timeout=_QUIET_S)
             if not done:
+                note(f"nothing came after message {seen} for {_QUIET_S:.0f} s; the newest is {head}")
                 return
             event = following.result()
+            seen = event.seq
             if event.seq > head:
                 return
             yield event

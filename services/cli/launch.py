@@ -28,9 +28,11 @@ from rich.console import Console
 from pipeline.config import dumps
 from pipeline.log import Log
 from pipeline.log.tasks import end_tasks
+from pipeline.store import ObjectStore
 from schemas.config import Broker, RunConfig
 from schemas.facts import ALL, RunStarted
 from services.cli import summary
+from services.cli.claim import claim, open_place
 from services.cli.embedded import (
     LOOPBACK,
     DirectoryLock,
@@ -44,14 +46,13 @@ from services.cli.embedded import (
 )
 from services.cli.live import Screen
 from services.cli.policy import resolve_policy
-from services.cli.runs import Choice, Known, choose, unit_arguments
+from services.cli.runs import Choice, Known, choose, store_url, unit_arguments
 from services.cli.supervise import Member, Supervisor, Unit
 from services.dashboard import View, fold
 
 INTERRUPTED = 130
 _BROKER_S = 5.0
 _ENGINE_S = 5.0
-_STORE_S = 10.0
 _GRACE_S = 10.0
 
 
@@ -130,9 +131,9 @@ class _Launch:
         if self.choice.note:
             self._say(self.choice.note)
         config = self._resolve(self.choice.run, broker)
-        await self._check_store(config)
+        store = await open_place(config, self.choice.resumed)
         self.log = await Log.connect(broker, config.run, "launcher", _BROKER_S)
-        await self._begin(self.log, config)
+        await self._begin(self.log, config, store)
         self._start(config)
         await self._watch(self.log)
         return config
@@ -148,10 +149,8 @@ class _Launch:
         self.config = config.model_copy(
             update={"engine": config.engine.model_copy(update={"policy": policy})}
         )
-        if "@" in config.broker.url:
-            raise LaunchError(
-                "a broker URL may hold no credentials: put the token in a file and name it with --nats-token-file"
-            )
+        if config.broker.url:
+            check_broker(config.broker.url)
         if config.trainer.rendezvous:
             check_address(config.trainer.rendezvous, "trainer.rendezvous")
         if config.engine.url:
@@ -194,9 +193,7 @@ class _Launch:
             "directory": str(self.directory),
             "broker": _absolute(broker, "token_file"),
         }
-        store = given.store.model_copy(
-            update={} if given.store.url else {"url": (self.directory / "objects").as_uri()}
-        )
+        store = given.store.model_copy(update={"url": store_url(given, self.directory)})
         update["store"] = _absolute(store, "credentials_file")
         if not given.engine.url:
             update["engine"] = given.engine.model_copy(update={"url": f"http://{LOOPBACK}:{free_port()}"})
@@ -211,23 +208,21 @@ class _Launch:
         (home / "config.toml").write_text(dumps(config))
         return config
 
-    async def _check_store(self, config: RunConfig) -> None:
-        from pipeline.store import ObjectStore, StoreUnavailable
-
-        try:
-            store = ObjectStore.open(config.store, patience_s=_STORE_S)
-            await store.size(f"runs/{config.run}/probe")
-        except (ValueError, StoreUnavailable) as error:
-            raise LaunchError(str(error)) from error
-
-    async def _begin(self, log: Log, config: RunConfig) -> None:
+    async def _begin(self, log: Log, config: RunConfig, store: ObjectStore) -> None:
         assert self.choice is not None
-        await log.create()
+        try:
+            await log.create()
+        except NatsError as error:
+            raise LaunchError(
+                f"broker {config.broker.url} cannot hold the stream of run {config.run} with replicas = "
+                f"{config.broker.replicas}: {error}; set broker.replicas, or take another name with --run"
+            ) from error
         published = await log.publish(RunStarted(run=config.run, config=config.decisions()))
         if not published.won and not self.choice.resumed:
             raise LaunchError(
                 f"run {config.run} was started by another launcher just now; take another name with --run"
             )
+        await claim(store, config, published.event.id, await log.head() > published.event.seq)
 
     def _start(self, config: RunConfig) -> None:
         home = self.directory / "runs" / config.run
@@ -294,11 +289,26 @@ def _absolute(section: Any, key: str) -> Any:
     return section.model_copy(update={key: str(Path(path).absolute())}) if path else section
 
 
+def check_broker(url: str) -> None:
+    """Refuses what is no address of a NATS server; raises LaunchError."""
+    if not _is_address(url, ("nats", "tls", "ws", "wss")):
+        raise LaunchError(f"broker.url {url!r} is not nats://host:port")
+
+
+def _is_address(url: str, schemes: tuple[str, ...]) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port over 65,535, or none at all
+        return False
+
+
 def check_engine(url: str) -> None:
     """Refuses an engine that does not answer GET /health with 200 within a few seconds; raises LaunchError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _is_address(url, ("http", "https")):
         raise LaunchError(f"engine.url {url!r} is not http://host:port")
+    parts = urlsplit(url)
+    assert parts.hostname is not None
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=_ENGINE_S)
     try:

@@ -107,9 +107,10 @@ def event_line(view: View, event: Event) -> str | None:
             return f"step {fact.step}: policy version {fact.step} published"
         case SampleCompleted() as fact if view.source(fact.source).evaluate:
             source = view.source(fact.source)
-            for version, mean in source.evaluations.items():
-                if mean.count == source.evaluate and fact.rewards:
-                    return f"{source.name}: mean reward {number(mean.value)} on {mean.count} tasks, policy version {version}"
+            version = max(source.evaluations)
+            mean = source.evaluations[version]
+            if mean.count == source.evaluate and fact.rewards:
+                return f"{source.name}: mean reward {number(mean.value)} on {mean.count} tasks, policy version {version}"
     return None
 
 

@@ -43,13 +43,21 @@ _PIPED_WIDTH = 140
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.")]
 Policy = Annotated[str | None, typer.Option(help="tiny, smollm2, or a policy directory.")]
 RunName = Annotated[str | None, typer.Option("--run", help="Name of the run.")]
-Directory = Annotated[Path | None, typer.Option(help="Where broker, objects, logs and sockets are kept.")]
+Directory = Annotated[
+    Path | None,
+    typer.Option(help="Where broker, objects, logs and sockets are kept; .packtrain unless the file says."),
+]
 Nats = Annotated[
     str | None,
     typer.Option(help="A NATS server with JetStream, nats://host:port, instead of an embedded one."),
 ]
 NatsTokenFile = Annotated[Path | None, typer.Option(help="File with the token of --nats.")]
-Store = Annotated[str | None, typer.Option(help="An object store, s3://bucket/prefix, instead of files.")]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        help="An object store, s3://bucket/prefix, instead of files; the bucket is made if need be."
+    ),
+]
 StoreEndpoint = Annotated[str | None, typer.Option(help="S3 endpoint of --store, http(s)://host:port.")]
 StoreCredentials = Annotated[
     Path | None, typer.Option(help="JSON file with access_key and secret_key of --store.")
@@ -59,6 +67,7 @@ Fresh = Annotated[
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
 
+ConfigArgument = Annotated[Path, typer.Argument(help="Configuration of a run, TOML.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A run's config.toml.")]
 Runs = Annotated[
     Path, typer.Option("--directory", help="The launcher's directory; its newest run unless --run is given.")
@@ -98,12 +107,12 @@ def _status(error: Exception) -> int | None:
     """The exit status of an expected error, None for a bug. Imports only modules that raised it or may have."""
     from pipeline.config import ConfigError
     from pipeline.log import BrokerUnavailable
-    from pipeline.store import StoreError
+    from pipeline.store import BadStore, StoreError
     from schemas.names import BadName
     from services.cli.embedded import LaunchError
     from services.cli.supervise import GaveUp
 
-    if isinstance(error, ConfigError | BadName):
+    if isinstance(error, ConfigError | BadName | BadStore):
         return BAD_INPUT
     return FAILED if isinstance(error, LaunchError | GaveUp | BrokerUnavailable | StoreError) else None
 
@@ -140,7 +149,7 @@ def demo(
 
 @app.command()
 def run(
-    file: Annotated[Path, typer.Argument(help="Configuration of the run, TOML.")],
+    file: ConfigArgument,
     steps: Steps = None,
     policy: Policy = None,
     run_name: RunName = None,
@@ -220,7 +229,7 @@ def service(
 
 
 @config_app.command()
-def check(file: Path) -> None:
+def check(file: ConfigArgument) -> None:
     """Say whether a configuration is usable; every fault with its line."""
     with one_line():
         from pipeline.config import load
@@ -231,7 +240,7 @@ def check(file: Path) -> None:
 
 
 @config_app.command("show")
-def config_show(file: Path) -> None:
+def config_show(file: ConfigArgument) -> None:
     """Print a configuration with every default filled in."""
     with one_line():
         from pipeline.config import dumps, load
@@ -288,7 +297,11 @@ def _events(
     with one_line():
         from services.cli import events
 
-        events.show(config, directory, run_name, events.Filter(*filters), as_json, follow, typer.echo)
+        def note(line: str) -> None:
+            typer.echo(f"packtrain: {line}", err=True)
+
+        chosen = events.Filter(*filters)
+        events.show(config, directory, run_name, chosen, as_json, follow, typer.echo, note)
 
 
 @payload_app.command("show")

@@ -3,6 +3,7 @@
 Promises:
 - the runs of a base name are NAME, NAME-2, NAME-3, ...; the newest of them decides;
 - an unfinished run goes on only with what it was started with, and only from the directory that started it;
+- a directory's record of a run in one broker is never overwritten by a run of that name in another;
 - nothing is ever deleted: `fresh` leaves an unfinished run where it is and takes the next name.
 """
 
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import load
 from schemas.config import RunConfig
-from services.cli.embedded import LaunchError
+from services.cli.embedded import LaunchError, is_embedded
 
 _MOST = 10_000
 
@@ -62,20 +64,24 @@ def decide(
     config: RunConfig, newest: tuple[str, Known] | None, following: str, fresh: bool, directory: Path
 ) -> Choice:
     """`newest` is the newest existing run of the name, `following` the next free name."""
-    if newest is None:
-        return Choice(following, resumed=False)
-    name, known = newest
-    if known.stopped:
-        return Choice(following, resumed=False, note=f"run {name} is complete; starting {following}")
-    if fresh:
-        return Choice(following, resumed=False, note=f"run {name} stays unfinished; starting {following}")
+    note = ""
+    if newest is not None:
+        name, known = newest
+        if not known.stopped and not fresh:
+            return _resumed(config, name, known, following, directory)
+        note = f"run {name} {'is complete' if known.stopped else 'stays unfinished'}; starting {following}"
+    _check_broker(config, following, directory)
+    return Choice(following, resumed=False, note=note)
+
+
+def _resumed(config: RunConfig, name: str, known: Known, following: str, directory: Path) -> Choice:
     record = directory / "runs" / name / "config.toml"
     if not record.is_file():
         raise LaunchError(
             f"run {name} is unfinished, but was not started from {directory}; name its directory with --directory, or "
             f"another run with --run, or start {following} with --fresh"
         )
-    differing = differences(config, known.decisions, record)
+    differing = differences(config, known.decisions, record, directory)
     if differing:
         raise LaunchError(
             f"run {name} is unfinished and was started with other settings ({', '.join(differing)}); "
@@ -84,7 +90,9 @@ def decide(
     return Choice(name, resumed=True, note=f"run {name} is unfinished; it goes on where it stopped")
 
 
-def differences(config: RunConfig, decisions: Mapping[str, Any] | None, record: Path) -> list[str]:
+def differences(
+    config: RunConfig, decisions: Mapping[str, Any] | None, record: Path, directory: Path
+) -> list[str]:
     """What an unfinished run was started with and this configuration has otherwise: keys, in order.
 
     Beside the decisions in the log these are the policy and the store, from the run's own record: other weights or
@@ -96,9 +104,28 @@ def differences(config: RunConfig, decisions: Mapping[str, Any] | None, record: 
     recorded = tomllib.loads(record.read_text())
     if recorded["engine"]["policy"] != config.engine.policy:
         out.append("engine.policy")
-    if config.store.url and recorded["store"]["url"] != config.store.url:
+    if recorded["store"]["url"] != store_url(config, directory):
         out.append("store.url")
     return out
+
+
+def store_url(config: RunConfig, directory: Path) -> str:
+    """The store that a run has: the given one, or files in the launcher's directory."""
+    return config.store.url or (directory / "objects").as_uri()
+
+
+def _check_broker(config: RunConfig, name: str, directory: Path) -> None:
+    """Refuses a name that this broker has no run of, but another one has, begun from this directory."""
+    path = directory / "runs" / name / "config.toml"
+    if not path.is_file():
+        return
+    record = load(path)
+    theirs = "" if is_embedded(record) else record.broker.url
+    if theirs != config.broker.url:
+        raise LaunchError(
+            f"{directory} has run {name} of {f'broker {theirs}' if theirs else 'the embedded broker'}; go on with it there, or "
+            "take another name with --run, or another directory with --directory"
+        )
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:

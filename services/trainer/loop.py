@@ -3,6 +3,7 @@
 Promises:
 - each step is taken once, on the batch of its number, from the newest `step.trained` in the log: a group that dies in
   mid-step starts again from the step before, so no sequence is trained into a policy twice;
+- a step whose gradient is not finite ends the rank: the policy that it would ruin is never written;
 - weights and optimizer state are in the store before `step.trained` says so; a step that was trained but not yet
   published is published at the next start.
 """
@@ -10,6 +11,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Coroutine
@@ -73,17 +75,24 @@ class Rank:
 
     def _step(self, step: int) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        sums, sequences = torch.zeros(4, dtype=torch.float64), 0
+        sums, sequences = torch.zeros(4, dtype=torch.float64), set[str]()
         started = 0.0
         for micro_batch in self._feed.batch(step):
             # Waiting for the batch is not training time.
             started = started or time.monotonic()
-            sums += self._backward(micro_batch)
-            sequences += len(set(micro_batch.sequences))
+            # A batch with fewer contexts than micro-batches has empty ones.
+            if micro_batch.sequences:
+                sums += self._backward(micro_batch)
+                sequences.update(micro_batch.sequences)
         ranks.sum_gradients(self._model.parameters())
         loss, kl, _, tokens = ranks.sum_tensor(sums).tolist()
-        total = int(ranks.sum_tensor(torch.tensor([sequences])).item())
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
+        total = len(ranks.union(sequences))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm))
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            raise ValueError(
+                f"step {step}: loss {loss} and gradient norm {norm} are not both finite, and the step is not taken; look at the "
+                f"logprobs of its payloads (`packtrain payload show`) and at trainer.lr = {self._settings.lr}"
+            )
         self._optimizer.step()
         if not self._leads:
             return
@@ -101,7 +110,7 @@ class Rank:
                 self._ctx.store.create(optimizer_key(self._ctx.run, step, nonce), optimizer)
             ),
             loss=loss,
-            grad_norm=float(norm),
+            grad_norm=norm,
             kl=kl / max(tokens, 1),
             loss_tokens=int(tokens),
             seconds=time.monotonic() - started,

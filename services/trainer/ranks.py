@@ -34,6 +34,13 @@ def agree(value: object) -> object:
     return box[0]
 
 
+def union(values: set[str]) -> set[str]:
+    """The union of all ranks' sets, on every rank."""
+    found: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, values)
+    return set().union(*found)
+
+
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Adds the gradients of all ranks, in one message; a parameter without one counts as zero."""
     gradients: list[Tensor] = []

@@ -106,7 +106,7 @@ async def test_listing(any_store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["../up", "/abs", "a/../b", "a//b", "", "a b", "a/", "./a", "a" * 600, "é", "a\n"]
+    "key", ["../up", "/abs", "a/../b", "a//b", "", "a b", "a/", "./a", "a" * 600, "é", "a\n", "a/.b"]
 )
 async def test_keys_that_leave_the_store_are_refused(any_store: ObjectStore, key: str) -> None:
     for attempt in (
@@ -189,7 +189,7 @@ def test_unusable_credentials_are_refused_at_the_door(tmp_path: Path, content: s
 async def test_a_store_that_is_down_is_named_after_bounded_retries(s3_server: S3Server) -> None:
     endpoint = f"http://127.0.0.1:{free_ports(1)[0]}"
     store = ObjectStore.open(_s3(s3_server, endpoint=endpoint), patience_s=0.5)
-    for attempt in (store.create("k", b"x"), store.get("k"), store.size("k"), store.check()):
+    for attempt in (store.create("k", b"x"), store.get("k"), store.size("k")):
         with pytest.raises(StoreUnavailable, match=rf"s3://plain/p: no success in 0\.5 s.*{endpoint}"):
             await attempt
     with pytest.raises(StoreUnavailable, match=endpoint):

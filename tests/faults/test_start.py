@@ -137,8 +137,24 @@ def test_a_token_in_the_url(tmp_path: Path, policy: Path) -> None:
     line = refused(
         tmp_path / "run", "demo", "--policy", str(policy), "--nats", "nats://s3cret@127.0.0.1:4222"
     )
-    assert "--nats-token-file" in line
+    assert "--nats: broker.url: a URL may hold no credentials" in line
     assert "s3cret" not in line
+
+
+@pytest.mark.parametrize("url", ["nats://", "nats://127.0.0.1:99999", "127.0.0.1:4222"])
+def test_what_is_no_address_of_a_broker(tmp_path: Path, policy: Path, url: str) -> None:
+    line = refused(tmp_path / "run", "demo", "--policy", str(policy), "--nats", url)
+    assert f"broker.url {url!r} is not nats://host:port" in line
+
+
+def test_replicas_that_the_broker_does_not_have(
+    tmp_path: Path, policy: Path, broker: Broker, run_name: str
+) -> None:
+    given = f'[broker]\nurl = "{broker.url}"\ntoken_file = "{broker.token_file}"\nreplicas = 3\n\n[engine]'
+    file = with_section(tmp_path, "[engine]", given)
+    line = refused(tmp_path / "run", "run", file, "--policy", str(policy), "--run", run_name)
+    assert f"cannot hold the stream of run {run_name} with replicas = 3" in line
+    assert "set broker.replicas" in line
 
 
 def test_a_broker_that_is_not_there(tmp_path: Path, policy: Path, closed_port: int) -> None:
@@ -163,6 +179,12 @@ def test_an_engine_that_is_down(tmp_path: Path, policy: Path, closed_port: int) 
     assert f"engine http://127.0.0.1:{closed_port} does not answer" in line
 
 
+def test_an_engine_whose_port_is_none(tmp_path: Path, policy: Path) -> None:
+    file = with_section(tmp_path, "[engine]", '[engine]\nurl = "http://127.0.0.1:99999"')
+    line = refused(tmp_path / "run", "run", file, "--policy", str(policy))
+    assert "engine.url 'http://127.0.0.1:99999' is not http://host:port" in line
+
+
 def test_an_engine_that_is_not_healthy(tmp_path: Path, policy: Path) -> None:
     class Sick(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -182,6 +204,18 @@ def test_an_engine_that_is_not_healthy(tmp_path: Path, policy: Path) -> None:
 def test_a_store_that_cannot_be_used(tmp_path: Path, policy: Path) -> None:
     line = refused(tmp_path / "run", "demo", "--policy", str(policy), "--store", "ftp://host/path")
     assert "neither file:///path nor s3://bucket/prefix" in line
+
+
+@pytest.mark.parametrize("command", [("service", "grader"), ("payload", "show", "a/b")])
+def test_a_command_without_a_store(tmp_path: Path, broker: Broker, command: tuple[str, ...]) -> None:
+    given = f'[broker]\nurl = "{broker.url}"\ntoken_file = "{broker.token_file}"\n\n[engine]'
+    file = with_section(tmp_path, "[engine]", given)
+    done = subprocess.run(
+        [*PACKTRAIN, *command, "--config", file], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "store.url '' is neither file:///path nor s3://bucket/prefix" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_a_policy_that_no_process_can_load_is_given_up_with_the_log_that_says_why(

@@ -39,7 +39,7 @@ async def proxy() -> AsyncIterator[Proxy]:
     engine = ScriptedEngine(lambda _: "hello")
     async with served(engine.application()) as engine_url, EngineClient(engine_url, timeout=0.5) as client:
         capture = Capture(KEY, engine.renderer, client, 1000)
-        async with served(capture.application()) as base_url:
+        async with served(capture) as base_url:
             yield Proxy(capture, engine, base_url)
 
 
@@ -107,7 +107,7 @@ async def test_the_sdk_rides_out_an_engine_that_is_away_for_a_while() -> None:
     capture = Capture(KEY, engine.renderer, engine, 1000)
     session = capture.open("s1", Behaviour())
     async with (
-        served(capture.application()) as base_url,
+        served(capture) as base_url,
         Proxy(capture, engine, base_url).client("s1", 3) as client,
     ):
         done = await client.chat.completions.create(**ASK)
@@ -161,11 +161,19 @@ async def test_a_body_over_the_limit_is_refused(proxy: Proxy) -> None:
 
 
 async def test_no_secret_is_logged(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="aiohttp")
+    caplog.set_level(logging.DEBUG)
     proxy.capture.open("s1", Behaviour())
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{session_url(proxy.base_url, KEY, 's1')}/chat/completions", json=ASK) as response,
     ):
         assert response.status == 200
+    # A request line that does not parse, which aiohttp quotes in its own error.
+    url = session_url(proxy.base_url, KEY, "s1").removeprefix(proxy.base_url)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.base_url.rsplit(":", 1)[1]))
+    writer.write(f"GET {url}/m\u00e9 HTTP/1.1\r\nHost: x\r\n\r\n".encode("latin-1"))
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    assert "Error handling request" in caplog.text
     assert session_secret(KEY, "s1") not in caplog.text

@@ -13,10 +13,12 @@ from pipeline.capture.server import Capture
 from pipeline.capture.session import Session
 from pipeline.engines.client import EngineUnavailable
 from pipeline.harnesses.base import InfraFailure, Trial, UnknownHarness, Verdict, resolve
+from pipeline.harnesses.blocking import on_thread
 from pipeline.harnesses.environments.arithmetic import Arithmetic
-from pipeline.harnesses.environments.base import Environment, EnvironmentBroken, Outcome, Task
+from pipeline.harnesses.environments.base import Environment, EnvironmentBroken, Outcome, Task, ToolUse
 from pipeline.harnesses.environments.calculator import Calculator
 from schemas.config import Behaviour
+from schemas.names import BadName
 from tests.capture_parts import Script, ScriptedEngine, served
 
 KEY = b"k" * 32
@@ -56,7 +58,7 @@ def act(prompt: str) -> str:
 async def stage() -> AsyncIterator[Stage]:
     engine = ScriptedEngine(act)
     capture = Capture(KEY, engine.renderer, engine, 2000)
-    async with served(capture.application()) as base_url:
+    async with served(capture) as base_url:
         yield Stage(capture, base_url, engine)
 
 
@@ -108,6 +110,18 @@ async def test_an_agent_out_of_time_is_verified_with_what_it_has(stage: Stage) -
     await stage.capture.close(session)
 
 
+async def test_an_answer_that_comes_after_the_agent_went_is_still_the_engines_slowness(stage: Stage) -> None:
+    stage.engine.gate.clear()
+    trial, session = stage.trial(CALC, agent_s=0.5)
+    assert await run(stage, "tool", act, trial) == Verdict(0.0, "agent_timeout")
+    stage.engine.gate.set()
+    async with asyncio.timeout(10):
+        while session.last is None:
+            await asyncio.sleep(0.001)
+    assert session.owed
+    assert session.turns == 1
+
+
 async def test_what_the_world_does_is_an_infra_failure(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.harnesses.agent.MODEL_RETRIES", 0)
 
@@ -132,6 +146,13 @@ async def test_what_the_world_does_is_an_infra_failure(stage: Stage, monkeypatch
     trial, _ = stage.trial(BrokenVerifier(0, {}))
     assert await reason(act, trial) == "verifier"
 
+    class SlowTool(Calculator):
+        def call(self, task: Task, name: str, arguments: str) -> ToolUse:
+            raise TimeoutError("a socket of the tool's own")
+
+    trial, _ = stage.trial(SlowTool(0, {}))
+    assert await reason(act, trial) == "environment", "not the agent's time, which it had enough of"
+
 
 async def test_many_trials_at_once_do_not_mix(stage: Stage) -> None:
     trials = [stage.trial(CALC) for _ in range(12)]
@@ -150,3 +171,24 @@ def test_harnesses_are_found_by_name() -> None:
 def test_a_trial_does_not_show_its_url() -> None:
     trial = Trial("http://h/s/x/SECRET/v1", Behaviour(), CALC, TASK, 1.0)
     assert "SECRET" not in repr(trial)
+
+
+async def test_whatever_a_blocking_call_raises_reaches_whoever_waits() -> None:
+    def ends() -> None:
+        next(iter(()))
+
+    def quits() -> None:
+        raise SystemExit(3)
+
+    async with asyncio.timeout(10):
+        assert await on_thread(max, 1, 2) == 2
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await on_thread(ends)
+        with pytest.raises(SystemExit):
+            await on_thread(quits)
+
+
+@pytest.mark.parametrize("name", ["not a name", "", "x" * 129])
+def test_the_reason_of_a_failure_is_countable(name: str) -> None:
+    with pytest.raises(BadName, match="reason"):
+        InfraFailure(name)

@@ -10,11 +10,15 @@ import pytest
 
 from pipeline.log import BrokerUnavailable, Delivery, Log, serve_work
 from schemas.config import Broker
-from schemas.envelope import Event
-from schemas.facts import SampleCompleted, SequenceDispatched
+from schemas.envelope import Event, Invalid
+from schemas.facts import MAX_BODY, SampleCompleted, SequenceDispatched
 from tests.natsserver import NatsServer
 
 pytestmark = pytest.mark.timeout(60)
+
+GOOD = {
+    "ce-specversion": "1.0", "ce-id": "x", "ce-time": "2026-01-01T00:00:00+00:00", "ce-typeversion": "1",
+}  # fmt: skip
 
 
 def dispatched(number: int, source: str = "math") -> SequenceDispatched:
@@ -186,16 +190,10 @@ async def test_serve_work_bounds_tenants_keeps_the_living_and_isolates_the_faili
 async def test_malformed_bodies_are_dead_lettered_once_and_unknown_types_counted(
     broker: Broker, log: Log
 ) -> None:
-    good = {
-        "ce-specversion": "1.0",
-        "ce-id": "x",
-        "ce-time": "2026-01-01T00:00:00+00:00",
-        "ce-typeversion": "1",
-    }
     subject = f"rl.{log.run}.sample.completed.math.math-000001"
-    await log._js.publish(subject, b"{not json", headers={**good, "ce-type": "sample.completed"})
+    await log._js.publish(subject, b"{not json", headers={**GOOD, "ce-type": "sample.completed"})
     await log._js.publish(
-        f"rl.{log.run}.sample.dreamt.math.x", b"{}", headers={**good, "ce-type": "sample.dreamt"}
+        f"rl.{log.run}.sample.dreamt.math.x", b"{}", headers={**GOOD, "ce-type": "sample.dreamt"}
     )
     await log._js.publish(f"rl.{log.run}.sample.completed.math.math-000002", b"{}", headers={})
     await log.publish(completed(7))
@@ -207,6 +205,63 @@ async def test_malformed_bodies_are_dead_lettered_once_and_unknown_types_counted
     assert set((dead.state.subjects or {}).values()) == {1}
     assert len(dead.state.subjects or {}) == 2
     await other.close()
+
+
+@pytest.mark.parametrize("headers", [{}, {"padding": "p" * 4000}], ids=["no-headers", "long-headers"])
+async def test_the_largest_malformed_message_stops_no_reader(log: Log, headers: dict[str, str]) -> None:
+    """With its reason it is larger than the stream takes: it is dead-lettered all the same, cut."""
+    room = MAX_BODY + 4096 - 12 - sum(len(f"{k}: {v}\r\n") for k, v in headers.items())
+    body = b"\xff" * (room if headers else MAX_BODY + 4096)
+    await log._js.publish(f"rl.{log.run}.sample.completed.math.x", body, headers=headers or None)
+    await log.publish(completed(7))
+    assert [e.fact for e in await take(log.subscribe(), 1)] == [completed(7)]
+    letter = await log._js.get_last_msg(log.stream, f"dlq.{log.run}.1")
+    assert letter.headers is not None
+    assert letter.headers["dlq-bytes"] == str(len(body))
+    assert "not CloudEvents" in letter.headers["dlq-reason"]
+    assert letter.data is not None
+    assert len(letter.data) > MAX_BODY
+    assert body.startswith(letter.data)
+
+
+async def test_a_dead_letter_waits_for_a_broker_that_is_away(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "own")
+    server.start()
+    log = await Log.connect(server.broker, "buried", "test")
+    await log.create()
+    bad = Invalid(f"rl.{log.run}.sample.completed.math.x", "no reason", 1)
+    server.kill()
+    burying = asyncio.create_task(log._dead_letter(bad, None, b"body"))
+    _, pending = await asyncio.wait([burying], timeout=0.3)
+    assert pending
+    server.start()
+    await asyncio.wait_for(burying, 20)
+    assert (await log.size())[0] == 1
+    await log.close()
+    server.stop()
+
+
+async def test_latest_is_not_hidden_by_rubbish_on_top(log: Log) -> None:
+    assert await log.latest("sample.completed") is None
+    await log._js.publish(f"rl.{log.run}.sample.completed.math.y", b"rubbish")
+    assert await log.latest("sample.completed") is None
+    for number in range(3):
+        await log.publish(completed(number))
+    await log._js.publish(f"rl.{log.run}.sample.completed.math.x", b"rubbish")
+    found = await log.latest("sample.completed")
+    assert found is not None
+    assert (found.fact, found.seq) == (completed(2), 5)
+    newer = {**GOOD, "ce-type": "sample.completed", "ce-typeversion": "2"}
+    await log._js.publish(f"rl.{log.run}.sample.completed.math.z", b"{}", headers=newer)
+    with pytest.raises(ValueError, match="this version cannot read"):
+        await log.latest("sample.completed")
+
+
+async def test_head_counts_no_dead_letters(log: Log) -> None:
+    assert await log.head() == 0
+    await log._js.publish(f"rl.{log.run}.sample.completed.math.y", b"rubbish")
+    await log._dead_letter(Invalid("x", "no reason", 1), None, b"")
+    assert await log.head() == 1
 
 
 async def test_a_wrong_token_is_one_clear_error_at_once(broker: Broker, tmp_path: Path) -> None:

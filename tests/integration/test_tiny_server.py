@@ -1,86 +1,43 @@
-"""The engine over real sockets: refusals, batching, pauses, weight swaps in mid-generation, and the client's promises."""
+"""The engine over real sockets: refusals, batching, pauses, weight swaps in mid-generation, and its end."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
-from aiohttp import web
 
 from pipeline.engines.client import EngineClient, EngineRefused, EngineUnavailable
 from pipeline.engines.tiny.engine import EngineDead, TinyEngine
-from pipeline.engines.tiny.model import Llama, LlamaConfig, load_model, save_policy, weights_to_bytes
-from pipeline.engines.tiny.sampling import processed_logprobs
+from pipeline.engines.tiny.model import load_model, save_policy, weights_to_bytes
 from pipeline.engines.tiny.server import create_app, serve
 from pipeline.engines.wire import SamplingParams
-
-CONFIG = LlamaConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=2048,
+from tests.tiny_engine_parts import (
+    CONFIG,
+    PROMPT,
+    Running,
+    random_policy,
+    random_weights,
+    sampled,
+    serving,
+    until,
 )
-PROMPT = (1, 2, 3)
-
-
-def random_weights(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: p.detach().clone() if p.ndim == 1 else torch.randn(p.shape, generator=generator) * 0.3
-        for name, p in Llama(CONFIG).named_parameters()
-    }
 
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    save_policy(tmp_path / "policy", CONFIG, random_weights(1))
-    return tmp_path / "policy"
-
-
-class Running:
-    def __init__(self, engine: TinyEngine, url: str) -> None:
-        self.engine, self.url = engine, url
-        self.http = aiohttp.ClientSession(base_url=url)
-        self.client = EngineClient(url, timeout=60)
-
-    async def post(self, path: str, **kwargs) -> tuple[int, dict]:
-        async with self.http.post(path, **kwargs) as response:
-            return response.status, await response.json()
-
-    def start(self, max_tokens: int, **params) -> asyncio.Task:
-        asked = SamplingParams(max_tokens=max_tokens, **params)
-        return asyncio.create_task(self.client.generate(PROMPT, asked, "r", "s"))
+    return random_policy(tmp_path)
 
 
 @pytest.fixture
 async def running(policy: Path) -> AsyncIterator[Running]:
-    engine = TinyEngine(policy, max_running=64, max_context=2048)
-    runner, port = await serve(create_app(engine), "127.0.0.1", 0, None)
-    server = Running(engine, f"http://127.0.0.1:{port}")
-    yield server
-    await server.http.close()
-    await server.client.close()
-    await runner.cleanup()
-
-
-async def until(condition: Callable[[], bool], within: float = 20) -> None:
-    """Wait for a condition with a deadline."""
-    async with asyncio.timeout(within):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-def sampled(engine: TinyEngine) -> int:
-    return sum(len(s.output) for s in engine.scheduler.running)
+    async with serving(policy) as server:
+        yield server
 
 
 async def test_generation_has_vllms_shape(running: Running):
@@ -97,18 +54,6 @@ async def test_generation_has_vllms_shape(running: Running):
     assert [c["token_id"] for c in choice["logprobs"]["content"]] == choice["token_ids"]
     assert choice["finish_reason"] == "length"
     assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
-
-
-async def test_client_logprobs_are_those_of_the_policy(running: Running, policy: Path):
-    params = SamplingParams(max_tokens=40, temperature=0.7, seed=3)
-    got = await running.client.generate(PROMPT, params, "r", "s")
-    with torch.inference_mode():
-        logits = load_model(policy)(torch.tensor([[*PROMPT, *got.token_ids]]))[0, len(PROMPT) - 1 : -1]
-    scored = processed_logprobs(logits, [params] * 40)
-    assert [scored[i, t].item() for i, t in enumerate(got.token_ids)] == pytest.approx(got.logprobs, abs=1e-4)
-    assert got.versions == (0,) * 40
-    again = await running.client.generate(PROMPT, params, "r2", "s")
-    assert again.token_ids == got.token_ids
 
 
 async def test_stop_token_ends_the_turn_and_is_part_of_it(running: Running):
@@ -167,11 +112,6 @@ async def test_unknown_and_neutral_fields_are_accepted_and_counted(running: Runn
     status, _ = await running.post("/inference/v1/generate", json=body)
     assert status == 200
     assert running.engine.counters.unknown_fields == 5
-
-
-async def test_client_raises_refusals_at_once_with_the_reason(running: Running):
-    with pytest.raises(EngineRefused, match="outside the vocabulary"):
-        await running.client.generate((99,), SamplingParams(max_tokens=1), "r", "s")
 
 
 async def test_requests_join_and_leave_one_batch(running: Running):
@@ -249,30 +189,6 @@ async def test_misfit_weights_are_a_400_and_the_old_ones_serve_on(running: Runni
     assert (await running.client.generate(PROMPT, SamplingParams(max_tokens=2), "r", "s")).versions == (0, 0)
 
 
-async def test_an_aborted_generation_is_resumed_from_its_own_tokens(running: Running):
-    task = running.start(1500, seed=1)
-    await until(lambda: sampled(running.engine) >= 50)
-    status, _ = await running.post("/pause", params={"mode": "abort"})
-    assert status == 200
-    assert not running.engine.scheduler.running
-    await running.engine.load_weights(weights_to_bytes(random_weights(2)), 3)
-    await running.post("/resume")
-    got = await task
-    switch = got.versions.index(3)
-    assert 50 <= switch < 1500
-    assert got.versions == (0,) * switch + (3,) * (1500 - switch)
-    assert len(got.token_ids) == len(got.logprobs) == 1500
-    assert got.resumed == 1
-    # Both parts are scored by the weights that sampled them, the second on a context of its own tokens.
-    for start, end, seed in ((0, switch, 1), (switch, 1500, 2)):
-        model = Llama(CONFIG)
-        model.load_state_dict(random_weights(seed))
-        with torch.inference_mode():
-            scored = model(torch.tensor([[*PROMPT, *got.token_ids]])).log_softmax(-1)[0, len(PROMPT) - 1 : -1]
-        expected = [scored[i, got.token_ids[i]].item() for i in range(start, end)]
-        assert expected == pytest.approx(got.logprobs[start:end], abs=2e-4)
-
-
 async def test_raw_abort_answers_the_partial_tokens(running: Running):
     asked = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1500}}
     task = asyncio.create_task(running.post("/inference/v1/generate", json=asked))
@@ -283,20 +199,6 @@ async def test_raw_abort_answers_the_partial_tokens(running: Running):
     assert (status, choice["finish_reason"]) == (200, "abort")
     assert 5 <= len(choice["token_ids"]) < 1500
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
-
-
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-async def test_requests_during_such_a_pause_get_503_and_the_client_waits(running: Running, mode: str):
-    await running.post("/pause", params={"mode": mode})
-    asked = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3}}
-    async with running.http.post("/inference/v1/generate", json=asked) as response:
-        assert response.status == 503
-        assert int(response.headers["Retry-After"]) >= 1
-    with pytest.raises(EngineUnavailable, match="engine_paused"):
-        await running.client.generate(PROMPT, SamplingParams(max_tokens=3), "r", "s", within=0.3)
-    waiting = running.start(3)
-    await running.post("/resume")
-    assert len((await waiting).token_ids) == 3
 
 
 async def test_pause_wait_lets_running_requests_finish(running: Running):
@@ -418,89 +320,60 @@ async def test_a_failed_step_fails_requests_and_health(running: Running, monkeyp
     assert (await running.post("/inference/v1/generate", json={"token_ids": [1]}))[0] == 500
 
 
-async def test_an_engine_that_is_not_there_is_unavailable_and_not_healthy(unused_tcp_port: int):
-    async with EngineClient(f"http://127.0.0.1:{unused_tcp_port}") as client:
-        with pytest.raises(EngineUnavailable, match="deadline"):
-            await client.generate(PROMPT, SamplingParams(max_tokens=1), "r", "s", within=0.3)
-        assert not await client.healthy()
-        with pytest.raises(EngineUnavailable):
-            await client.version()
+async def test_whoever_waits_for_a_pause_may_leave_and_takes_no_generation_along(running: Running):
+    task = running.start(400)
+    await until(lambda: sampled(running.engine) >= 5)
+    pausing = asyncio.create_task(running.engine.pause("wait"))
+    await until(lambda: running.engine.paused == "wait")
+    pausing.cancel()
+    got = await task
+    assert (len(got.token_ids), got.resumed) == (400, 0)
 
 
-VLLM = {"index": 0, "token_ids": [4, 5], "finish_reason": "stop"}
+async def test_a_weight_load_that_is_given_up_while_it_waits_leaves_the_engine_running(running: Running):
+    task = running.start(800)
+    await until(lambda: sampled(running.engine) >= 5)
+    async with asyncio.timeout(10):
+        blob = weights_to_bytes(random_weights(2))
+        loading = asyncio.create_task(running.engine.load_weights(blob, 1, "wait"))
+        await until(lambda: running.engine.paused == "wait")
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+    assert running.engine.paused is None
+    assert len((await running.start(3)).token_ids) == 3
+    assert set((await task).versions) == {0}
 
 
-def content(*logprobs: float) -> dict:
-    return {
-        "content": [
-            {"token": f"token_id:{i}", "logprob": p, "top_logprobs": []} for i, p in enumerate(logprobs)
-        ]
-    }
+async def test_a_stop_waits_neither_for_a_long_step_nor_for_a_stalled_upload(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = TinyEngine(policy)
+    runner, port = await serve(create_app(engine), "127.0.0.1", 0, None)
+    server = Running(engine, f"http://127.0.0.1:{port}")
+    computing, release = threading.Event(), threading.Event()
 
+    def slow(batch):
+        computing.set()
+        release.wait(60)
+        raise RuntimeError("nobody waits for this")
 
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        ({**VLLM, "logprobs": content(-1.0, -2.0)}, (0, 0)),
-        (
-            {
-                **VLLM,
-                "logprobs": content(-1.0, -2.0),
-                "weight_versions": [{"version": "default", "start": 0, "end": 2}],
-            },
-            (0, 0),
-        ),
-        (
-            {
-                **VLLM,
-                "logprobs": content(-1.0, -2.0),
-                "weight_versions": [
-                    {"version": "7", "start": 0, "end": 1},
-                    {"version": "8", "start": 1, "end": 2},
-                ],
-            },
-            (7, 8),
-        ),
-        ({**VLLM, "logprobs": None}, "0 logprobs for 2 tokens"),
-        ({**VLLM, "logprobs": content(-1.0, -9999.0)}, "log-probability -9999"),
-        (
-            {
-                **VLLM,
-                "logprobs": content(-1.0, -2.0),
-                "weight_versions": [{"version": "7", "start": 0, "end": 1}],
-            },
-            "1 of 2 tokens",
-        ),
-        (
-            {
-                **VLLM,
-                "logprobs": content(-1.0, -2.0),
-                "weight_versions": [{"version": "best", "start": 0, "end": 2}],
-            },
-            "'best'",
-        ),
-        ({**VLLM, "logprobs": content(-1.0, -2.0), "finish_reason": "error"}, "unknown reason"),
-    ],
-    ids=["bare", "default", "spans", "no-logprobs", "minus-inf", "short-spans", "odd-version", "odd-reason"],
-)
-async def test_the_client_reads_vllms_answers_and_refuses_holes(choice: dict, expected):
-    async def answer(request: web.Request) -> web.Response:
-        body = await request.json()
-        assert body["sampling_params"]["logprobs"] == 0
-        assert request.headers["X-Session-ID"] == "session-1"
-        return web.json_response(
-            {"request_id": body["request_id"], "choices": [choice], "kv_transfer_params": None}
-        )
+    async def stalled():
+        yield b"x"
+        await asyncio.sleep(60)
 
-    app = web.Application()
-    app.router.add_post("/inference/v1/generate", answer)
-    runner, port = await serve(app, "127.0.0.1", 0, None)
-    async with EngineClient(f"http://127.0.0.1:{port}") as client:
-        asked = client.generate(PROMPT, SamplingParams(logprobs=None), "r", "session-1")
-        if isinstance(expected, str):
-            with pytest.raises(EngineUnavailable, match=expected):
-                await asked
-        else:
-            got = await asked
-            assert (got.token_ids, got.logprobs, got.versions) == ((4, 5), (-1.0, -2.0), expected)
-    await runner.cleanup()
+    monkeypatch.setattr(engine._runner, "step", slow)
+    asked = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 20}}
+    task = asyncio.create_task(server.post("/inference/v1/generate", json=asked))
+    upload = asyncio.create_task(server.post("/update_weights?version=1", data=stalled()))
+    try:
+        await asyncio.to_thread(computing.wait, 20)
+        began = time.monotonic()
+        await runner.cleanup()
+        assert time.monotonic() - began < 8
+        status, answer = await task
+        assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")
+    finally:
+        release.set()
+        upload.cancel()
+        await asyncio.gather(upload, return_exceptions=True)
+        await server.http.close()

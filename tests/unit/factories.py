@@ -44,7 +44,7 @@ def finished(
                 offset=i * tokens,
                 tokens=tokens,
                 generated=generated,
-                loss_spans=(Span(start=tokens - generated, end=tokens),),
+                loss_spans=(Span(start=tokens - generated, end=tokens),) if generated else (),
                 min_version=version,
                 max_version=version,
             )

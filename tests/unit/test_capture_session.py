@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 
 import numpy as np
 import pytest
 
 from pipeline.capture.dialogue import Dialogue
-from pipeline.capture.messages import Message, Tool
+from pipeline.capture.messages import Message, Tool, ToolCall
 from pipeline.capture.session import Answer, ContextOverflow, Session, SessionClosed, TurnLimit
+from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.client import EngineUnavailable, Generation
 from schemas.config import Behaviour
 from tests.capture_parts import ScriptedEngine, byte_level_renderer
@@ -87,6 +89,79 @@ async def test_a_client_that_goes_away_loses_nothing() -> None:
     engine.gate.set()
     assert (await tenant.complete("1", asking("q"), None)).content == "a"
     assert len(engine.prompts) == 1
+
+
+async def test_an_answer_that_its_client_did_not_wait_for_is_owed_until_it_asks_again() -> None:
+    engine = ScriptedEngine(lambda _: "a")
+    tenant = session(engine)
+    engine.gate.clear()
+    gone = asyncio.create_task(tenant.complete("1", asking("q"), None))
+    await engine.wait_for_prompts(1)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    engine.gate.set()
+    async with asyncio.timeout(10):
+        while tenant.last is None:
+            await asyncio.sleep(0.001)
+    assert tenant.owed, "the turn is recorded, and the agent never saw it"
+    await tenant.complete("1", asking("q"), None)
+    assert not tenant.owed
+
+
+async def test_history_that_differs_in_a_letter_only_is_trained_after_the_letters_it_was_sampled_from() -> (
+    None
+):
+    engine = ScriptedEngine(lambda _: "a")
+    tenant = session(engine)
+
+    def foreign(arguments: str) -> Dialogue:
+        call = ToolCall("call_of_another", "f", arguments)
+        return Dialogue(
+            (Message("user", "q"), Message("assistant", "", (call,)), Message("tool", "2", (), call.id))
+        )
+
+    engine.gate.clear()
+    both = [
+        asyncio.create_task(tenant.complete(arguments, foreign(arguments), None))
+        for arguments in ('{"a": 1, "b": 2}', '{"b":2,"a":1}')
+    ]
+    await engine.wait_for_prompts(2)
+    engine.gate.set()
+    await asyncio.gather(*both)
+    export = tenant.export()
+    tokens = export.columns["tokens"].tolist()
+    contexts = [tokens[c.offset : c.offset + c.tokens] for c in export.contexts]
+    for prompt, generation in zip(engine.prompts, engine.generations, strict=True):
+        assert prompt + list(generation.token_ids) in contexts
+
+
+async def test_whatever_an_agent_sends_is_not_tokenized_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedEngine(lambda _: "a")
+    tenant = session(engine, max_context=1_000_000)
+    encode = PolicyTokenizer.encode
+    threads: set[int] = set()
+
+    def recorded(self: PolicyTokenizer, text: str) -> list[int]:
+        if len(text) > 1000:
+            threads.add(threading.get_ident())
+        return encode(self, text)
+
+    monkeypatch.setattr(PolicyTokenizer, "encode", recorded)
+    long = "x" * 20_000
+    call = ToolCall("c", "f", f'{{"a": "{long}"}}')
+    tool = Tool("f", "", {"description": long})
+    for i, dialogue in enumerate(
+        (
+            asking(long),
+            asking("q", tools=(tool,)),
+            Dialogue((Message("user", "q"), Message("assistant", "", (call,)))),
+        )
+    ):
+        await tenant.complete(str(i), dialogue, None)
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_trouble_is_not_recorded_and_costs_no_turn() -> None:

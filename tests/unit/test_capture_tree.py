@@ -292,6 +292,5 @@ def test_keys() -> None:
         Message("assistant", "", (ToolCall("i", "n", text),))
         for text in ('{"a":1,"b":2}', '{"b": 2, "a": 1}')
     ]
-    assert prompt_key(reordered[0]) == prompt_key(reordered[1])
-    deep = Message("assistant", "", (ToolCall("i", "n", "[" * 100_000),))
-    assert prompt_key(deep) != prompt_key(reordered[0])
+    assert prompt_key(reordered[0]) != prompt_key(reordered[1]), "they render to other tokens"
+    assert answer_key(reordered[0]) == answer_key(reordered[1])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.batch.mixer import MixerCore
 from pipeline.batch.sampler import SamplerCore
 from pipeline.decision import Core, Decision
+from pipeline.signal.sampling import Groups
 from schemas.config import RunConfig
 from schemas.envelope import Event
 from schemas.facts import (
@@ -29,6 +30,7 @@ from schemas.facts import (
     SampleShaped,
     SequenceDispatched,
     SequenceFailed,
+    SequenceFinished,
     StepTrained,
 )
 from schemas.plan import Plan
@@ -209,6 +211,103 @@ def test_state_is_bounded_by_what_is_in_flight() -> None:
     in_play = sum(3 for _ in range(2))
     assert most <= in_play * 2
     assert len(world.facts(SampleAccepted)) >= 48
+
+
+def judged(world_config: RunConfig, *members: SequenceFinished, rewards: tuple[float, ...]) -> list[Fact]:
+    """What the sampler decides on `sample.graded` of a group of two with these finished members; the others failed."""
+    core = SamplerCore("r")
+    facts: list[Fact] = [RunStarted(run="r", config=world_config.decisions())]
+    for member in range(2):
+        sequence = f"math-000000-{member}"
+        facts.append(
+            SequenceDispatched(
+                source="math",
+                sample="math-000000",
+                sequence=sequence,
+                member=member,
+                group_size=2,
+                pool="p",
+                task_index=0,
+            )
+        )
+    facts += members
+    missing = {f"math-000000-{m}" for m in range(2)} - {f.sequence for f in members}
+    failure = Failure(kind="infra", reason="lost")
+    facts += [
+        SequenceFailed(source="math", sample="math-000000", sequence=s, attempts=1, failure=failure)
+        for s in sorted(missing)
+    ]
+    facts.append(SampleGraded(source="math", sample="math-000000", grader="none", rewards=rewards))
+    for seq, fact in enumerate(facts, 1):
+        core.fold(event(fact, seq))
+    return [d.fact for d in core.decide(event(facts[-1], len(facts)))]
+
+
+def reason(*members: SequenceFinished, rewards: tuple[float, ...]) -> str:
+    (fact,) = judged(config(), *members, rewards=rewards)
+    return fact.reason if isinstance(fact, SampleRejected) else fact.type
+
+
+def test_what_no_plan_can_hold_is_rejected_with_its_reason() -> None:
+    good = [finished("math-000000-0", 1.0), finished("math-000000-1", 0.0)]
+    assert reason(*good, rewards=(1.0, 0.0)) == "sample.accepted"
+    silent = [finished(f.sequence, f.reward, generated=0) for f in good]
+    assert reason(*silent, rewards=(1.0, 0.0)) == "no_loss"
+    budget = config().batch.token_budget
+    long = finished("math-000000-1", 0.0, tokens=budget + 1)
+    assert reason(good[0], long, rewards=(1.0, 0.0)) == "overlong"
+    assert reason(good[0], rewards=(1.0,)) == "failed"
+    # Rewards that are not one for each finished member belong to nobody.
+    assert reason(*good, rewards=(1.0, 0.0, 0.0)) == "failed"
+
+
+def test_a_sequence_that_nobody_dispatched_is_no_member() -> None:
+    groups = Groups()
+    groups.dispatched(
+        SequenceDispatched(
+            source="math",
+            sample="math-000000",
+            sequence="math-000000-0",
+            member=0,
+            group_size=2,
+            pool="p",
+            task_index=0,
+        )
+    )
+    groups.finished(finished("math-000000-7", 1.0))
+    failure = Failure(kind="infra", reason="lost")
+    groups.failed(
+        SequenceFailed(
+            source="math", sample="math-000000", sequence="math-000000-8", attempts=1, failure=failure
+        )
+    )
+    group = groups["math-000000"]
+    assert (len(group.finished), len(group.failed), group.ordered()) == (0, 0, [])
+
+
+@given(seed=st.integers(0, 10_000), dp=st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_a_batch_yields_whatever_its_number_of_contexts(seed: int, dp: int) -> None:
+    """Members fail, and contexts near the budget fill a micro-batch each: ranks are equal in number all the same."""
+    source = {
+        "pool": "p",
+        "name": "math",
+        "groups": 2,
+        "group_size": 4,
+        "environment": {"kind": "arithmetic"},
+    }
+    world = World(
+        config(steps=2, batch={"dp": dp, "token_budget": 61}, engine={"max_context": 61}, sources=[
+            {**source, "behaviour": {"max_tokens": 8}}
+        ]),
+        seed,
+        failures=0.4,
+    )  # fmt: skip
+    world.run()
+    for plan in world.plans():
+        plan.check()
+        planned = {(s, c) for s, c in zip(plan.rows.sequence, plan.rows.context, strict=True)}
+        assert planned == {(s, c) for s, each in enumerate(plan.sequences) for c in range(len(each.contexts))}
 
 
 def test_dispatch_follows_demand_and_rejections_are_refilled() -> None:

@@ -30,7 +30,7 @@ from schemas.facts import (
 )
 from schemas.payload import ContextMeta, PayloadHeader, Ref, Span
 from services.cli import summary
-from services.cli.live import progress_line, render
+from services.cli.live import event_line, progress_line, render
 from services.dashboard import RATE_WINDOW, View, fold
 
 LEARN = load(Path(__file__).parents[2] / "examples" / "learn.toml")
@@ -189,6 +189,28 @@ def test_evaluations_are_kept_apart_by_the_policy_version_they_waited_for() -> N
     assert source.after is not None
     assert (source.before.count, source.before.value) == (2, 0.5)
     assert (source.after[0], source.after[1].value) == (40, 1.0)
+
+
+def test_an_evaluation_is_told_once_a_policy_and_counts_tasks_not_sequences() -> None:
+    name = "arithmetic-heldout"
+    config = LEARN.decisions()
+    (held_out,) = (source for source in config["sources"] if source["name"] == name)
+    held_out["evaluate"], held_out["group_size"] = 2, 2
+    view, told = View(), []
+    for event in events(
+        RunStarted(run="learn", config=config),
+        dispatched(name, 0), completed(name, 0, 1.0, 0.0), dispatched(name, 1), completed(name, 1, 1.0, 1.0),
+        dispatched(name, 2, version=4), completed(name, 2, 1.0, 1.0),
+        dispatched(name, 3, version=4), completed(name, 3, 1.0, 1.0),
+    ):  # fmt: skip
+        fold(view, event)
+        told.append(event_line(view, event))
+    assert [line for line in told[1:] if line] == [
+        f"{name}: mean reward 0.750 on 2 tasks, policy version 0",
+        f"{name}: mean reward 1.000 on 2 tasks, policy version 4",
+    ]
+    assert told[4] is not None
+    assert told[8] is not None
 
 
 def test_the_rate_counts_sampled_tokens_of_the_window_only() -> None:

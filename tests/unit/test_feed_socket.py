@@ -7,8 +7,8 @@ import asyncio
 import gc
 import os
 import socket
-import stat
 import tempfile
+import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -20,19 +20,15 @@ import pytest
 from pipeline.feed.ahead import WindowId
 from pipeline.feed.feed import Feed, FeedError, FeedStopped, FeedTimeout, MicroBatch
 from pipeline.feed.memfd import plan_layout, seal
-from pipeline.feed.server import SocketTaken, WindowRefused, listen, serve_windows
+from pipeline.feed.server import WindowRefused, listen, serve_windows
 from pipeline.feed.wire import (
     MAX_MESSAGE,
     Answer,
     Protocol,
     Request,
-    SocketPathTooLong,
-    checked_path,
     frame,
     receive_answer,
-    socket_path,
 )
-from schemas.config import RunConfig
 
 DEADLINE_S = 20
 
@@ -301,34 +297,28 @@ async def test_torch_sees_the_same_values_without_a_warning(path: Path, shelf: S
             assert tensors["tokens"].tolist() == [99, 0, 7]
 
 
-def test_the_socket_is_private_and_a_live_one_is_not_taken(path: Path) -> None:
-    first = listen(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(SocketTaken, match=r"packer-0\.sock"):
-        listen(path)
-    first.close()
-    second = listen(path)  # its owner is gone: replaced
-    second.close()
+def test_an_answer_to_another_ask_is_refused_and_its_window_given_back(path: Path) -> None:
+    before = open_fds()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(path))
+        server.listen()
 
+        def answer() -> None:
+            rank, _ = server.accept()
+            with rank, Path("/dev/null").open() as file:
+                rank.recv(1024)
+                other = Answer(step=2, microbatch=0, microbatches=1, last=True)
+                socket.send_fds(rank, [frame(other)], [file.fileno()])
 
-def test_a_path_that_no_kernel_accepts_is_named_with_its_remedy(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 120)
-    for attempt in (lambda: checked_path(long), lambda: listen(long), lambda: Feed(long)):
-        with pytest.raises(SocketPathTooLong, match=r"x{120} has \d+ bytes.*107.*packer\.socket_dir"):
-            attempt()
-    config = RunConfig.model_construct(run="r", directory="/" + "d" * 200)
-    assert (
-        str(
-            socket_path(
-                config.model_copy(update={"packer": config.packer.model_copy(update={"socket_dir": "/s"})}), 3
-            )
-        )
-        == "/s/packer-3.sock"
-    )
-    with pytest.raises(SocketPathTooLong):
-        socket_path(config, 0)
-    exact = Path("/" + "a" * 106)
-    assert checked_path(exact) == exact
+        packer = threading.Thread(target=answer)
+        packer.start()
+        with (
+            Feed(path, timeout_s=DEADLINE_S) as feed,
+            pytest.raises(Protocol, match="answered with step 2 micro-batch 0"),
+        ):
+            next(feed.batch(1))
+        packer.join()
+    assert open_fds() == before
 
 
 def test_an_answer_with_the_wrong_descriptors_is_refused_and_leaks_none() -> None:

@@ -205,6 +205,7 @@ async def test_spans_and_columns_that_are_not_there() -> None:
         {"bytes": 1 << 40},
         {"shape": (1 << 40,)},
         {"shape": (-5, -2)},
+        {"shape": (10, 1 << 32, 1 << 31), "bytes": 0},  # 0 in 64 bits
         {"crc32c": ()},
         {"shape": ()},
     ],

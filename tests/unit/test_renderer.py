@@ -127,6 +127,9 @@ def spelled(renderer: ChatMLRenderer, body: str, close: bool = True) -> list[int
         "",
         "[1]",
         '{"name": 3, "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "' + "x" * 257 + '", "arguments": {}}',
+        '{"name": "\\ud800", "arguments": {}}',
         '{"name": "x"}',
         '{"name": "x", "arguments": "{}"}',
         '{"name": "x", "arguments": {"v": NaN}}',
@@ -154,6 +157,12 @@ def test_control_characters_in_arguments_are_accepted_and_escaped_for_strict_rea
     parsed = renderer.parse(spelled(renderer, '{"name": "write", "arguments": {"text": "a\nb\tc"}}'))
     assert parsed.malformed == 0
     assert json.loads(parsed.tool_calls[0].arguments) == {"text": "a\nb\tc"}
+
+
+def test_whatever_call_is_parsed_can_be_sent_as_utf8(renderer: ChatMLRenderer):
+    (call,) = renderer.parse(spelled(renderer, '{"name": "x", "arguments": {"v": "\n\\ud800"}}')).tool_calls
+    call.arguments.encode()
+    assert json.loads(call.arguments) == {"v": "\n\ud800"}
 
 
 def test_the_last_of_repeated_members_counts(renderer: ChatMLRenderer):

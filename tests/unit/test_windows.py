@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.batch.windows import PACKED, READ, assemble, pack, plan_window, shapes, split
+from pipeline.batch.windows import PACKED, READ, pack, plan_window, shapes, split
 from schemas.payload import ContextMeta, PayloadHeader, Span
 from schemas.plan import Plan, PlanRows, PlanSequence
 
@@ -84,7 +84,7 @@ PLAN = plan_of(
 
 
 def test_the_golden_window() -> None:
-    got = assemble(PLAN, 0, 1, [FIRST, SECOND])
+    got = pack(plan_window(PLAN, 0, 1), [FIRST, SECOND])
     expected = {
         "tokens": [10, 11, 12, 13, 14, 20, 21, 22],
         "labels": [11, 12, 13, 14, 0, 21, 22, 0],
@@ -148,14 +148,14 @@ def test_context_parallel_plans_are_refused() -> None:
 
 def test_columns_that_disagree_with_the_plan() -> None:
     with pytest.raises(ValueError, match=r"s-0, context main: column tokens has shape \(4,\)"):
-        assemble(PLAN, 0, 1, [FIRST | {"tokens": FIRST["tokens"][1:]}, SECOND])
+        pack(plan_window(PLAN, 0, 1), [FIRST | {"tokens": FIRST["tokens"][1:]}, SECOND])
     with pytest.raises(ValueError, match="s-1, context subagent: the payload's loss mask has 1 tokens"):
-        assemble(PLAN, 0, 1, [FIRST, SECOND | {"loss_mask": np.array([0, 0, 1], np.uint8)}])
+        pack(plan_window(PLAN, 0, 1), [FIRST, SECOND | {"loss_mask": np.array([0, 0, 1], np.uint8)}])
     with pytest.raises(ValueError, match="2 rows was given columns of 1"):
-        assemble(PLAN, 0, 1, [FIRST])
+        pack(plan_window(PLAN, 0, 1), [FIRST])
     plan = plan_of([sequence("s-0", [context(0, [1, 0])])], [(0, 0, 0, 0, 1, 1)])
     with pytest.raises(ValueError, match="first token carries loss"):
-        assemble(plan, 0, 0, [columns_of([1, 2], [1, 0], [0, 0], [0, 0])])
+        pack(plan_window(plan, 0, 0), [columns_of([1, 2], [1, 0], [0, 0], [0, 0])])
 
 
 @st.composite

@@ -22,6 +22,8 @@ from pipeline.engines.tiny.scheduler import Scheduler, Sequence
 from pipeline.engines.wire import PauseMode, SamplingParams
 
 T = TypeVar("T")
+STOP_S = 1.0
+"""How long a stop waits for the step that is under way."""
 
 
 class RequestRefused(ValueError):
@@ -109,13 +111,23 @@ class TinyEngine:
             self._driver = asyncio.create_task(self._drive(), name="tiny-engine")
 
     async def stop(self) -> None:
-        """Abort what is in flight and stop; the partial generations are answered."""
+        """Answer what is in flight with what it has, and stop. Idempotent. A step that is under way is waited for
+        `STOP_S` seconds: a long prefill on a slow machine may outlast it, and nobody needs its tokens."""
+        self._paused = "abort"
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            self.scheduler.abort(sequence)
+            self._answer(sequence)
         if self._driver is not None:
             self._driver.cancel()
-            await asyncio.gather(self._driver, return_exceptions=True)
-        async with self._between_steps:
-            self._abort_all()
-        self._thread.shutdown(wait=True)
+            await asyncio.wait([self._driver], timeout=STOP_S)
+        self._thread.shutdown(wait=False)
+
+    async def ended(self) -> None:
+        """Waits until the engine has stopped; raises EngineDead if by a step that failed."""
+        if self._driver is not None:
+            await asyncio.wait([self._driver])
+        if self._failure is not None:
+            raise EngineDead(f"a model step failed: {self._failure!r}") from self._failure
 
     async def generate(self, token_ids: Ids[int], params: SamplingParams) -> Sequence:
         """Sample one continuation; the result holds output ids, log-probabilities (nats) and per-token versions.
@@ -152,8 +164,9 @@ class TinyEngine:
         """
         self._paused = mode
         self._wake.set()
-        if mode == "wait":
-            await asyncio.gather(*self._ends.values(), return_exceptions=True)
+        if mode == "wait" and self._ends:
+            # Not gather, which would cancel them with a caller that goes away.
+            await asyncio.wait(self._ends.values())
         async with self._between_steps:
             if mode == "abort":
                 self._abort_all()
@@ -172,17 +185,18 @@ class TinyEngine:
         """
         if version < 0:
             raise ValueError(f"weight version {version} is negative")
-        before = self._paused
-        if mode == "wait" and before is None:
-            await self.pause("wait")
+        draining = mode == "wait" and self._paused is None
         try:
+            if draining:
+                await self.pause("wait")
             async with self._between_steps:
                 if mode == "abort":
                     self._abort_all()
                 await self._on_thread(self._runner.load_bytes, blob, version)
                 self.counters.weight_loads += 1
         finally:
-            if mode == "wait" and before is None:
+            # Unless somebody has paused it otherwise meanwhile.
+            if draining and self._paused == "wait":
                 await self.resume()
 
     async def set_version(self, version: int) -> None:
@@ -233,7 +247,6 @@ class TinyEngine:
             for ended in self._ends.values():
                 if not ended.done():
                     ended.set_exception(EngineDead(f"a model step failed: {error!r}"))
-            raise
 
     async def _advance(self) -> bool:
         """Admit, then one prefill or decode step. False when there is nothing to do."""

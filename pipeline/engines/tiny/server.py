@@ -34,6 +34,8 @@ from pipeline.engines.wire import (
 )
 
 RETRY_AFTER_S = 1
+SHUTDOWN_S = 2.0
+"""How long requests, among them an upload that has stalled, may take to end once the server stops."""
 _JSON_LIMIT = 4 * 2**20
 _OPEN_PATHS = frozenset({"/health"})
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -153,7 +155,7 @@ def create_app(engine: TinyEngine, token: str | None = None, model_name: str = "
 
     async def shutdown(_: web.Application) -> None:
         # aiohttp waits for open requests before it cleans up: answer them now with what they have.
-        await engine.pause("abort")
+        await engine.stop()
 
     app.cleanup_ctx.append(lifetime)
     app.on_shutdown.append(shutdown)
@@ -169,7 +171,7 @@ async def serve(app: web.Application, host: str, port: int, token: str | None) -
         raise ValueError(
             f"host {host!r} is reachable from outside and no token is set: set one, or bind 127.0.0.1"
         )
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     await site.start()

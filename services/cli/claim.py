@@ -1,0 +1,79 @@
+"""A run's place in the object store: there, writable, written once, and of one log alone.
+
+`runs/<run>/run.json` names the log that the objects beside it belong to, by the id of its `run.started`.
+
+Promises:
+- a bucket that does not exist is made; a store that cannot be written, or that lets a second writer replace an object,
+  is refused before a service starts;
+- a run whose place holds the objects of another log is refused: two runs of one name in two brokers are never mixed;
+- a run that goes on finds the objects that it left, or is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+
+from pipeline.store import ObjectExists, ObjectMissing, ObjectStore
+from schemas.config import RunConfig
+from schemas.keys import run_prefix
+from services.cli.embedded import LaunchError
+
+_PATIENCE_S = 10.0
+
+
+def claim_key(run: str) -> str:
+    return f"{run_prefix(run)}/run.json"
+
+
+async def open_place(config: RunConfig, resumed: bool) -> ObjectStore:
+    """The store, with its bucket; refuses a new run whose place is taken. Raises StoreError, LaunchError."""
+    store = ObjectStore.open(config.store, patience_s=_PATIENCE_S)
+    if config.store.url.startswith("s3://"):
+        from pipeline.store.bucket import ensure_bucket
+
+        await asyncio.to_thread(ensure_bucket, config.store)
+    if not resumed and await store.size(claim_key(config.run)) is not None:
+        raise _taken(config)
+    return store
+
+
+async def claim(store: ObjectStore, config: RunConfig, log_id: str, begun: bool) -> None:
+    """Writes the claim of the log whose `run.started` has this id, or finds it.
+
+    `begun`: the log has more than `run.started`, so that its objects must be here. Raises StoreError, LaunchError.
+    """
+    key = claim_key(config.run)
+    mine = orjson.dumps({"log": log_id})
+    if begun:
+        try:
+            found = await store.get(key)
+        except ObjectMissing:
+            raise LaunchError(
+                f"run {config.run} has begun, but {config.store.url} does not hold its objects; give the store that it was "
+                "started with, or take another name with --run"
+            ) from None
+    else:
+        try:
+            await store.create(key, mine)
+            # Some servers take no notice of If-None-Match: every promise of a single writer would be void. Other bytes,
+            # as our own are what a retry is content to find.
+            await store.create(key, b"{}")
+        except ObjectExists:
+            pass
+        else:
+            raise LaunchError(
+                f"object store {config.store.url} lets a second writer replace an object: it ignores If-None-Match on PUT; "
+                "use a server that honours it"
+            )
+        found = await store.get(key)
+    if found != mine:
+        raise _taken(config)
+
+
+def _taken(config: RunConfig) -> LaunchError:
+    return LaunchError(
+        f"{config.store.url} holds the objects of another run {config.run}, one that is not in this broker; take another name "
+        "with --run, or another place with --store"
+    )

@@ -1,0 +1,139 @@
+"""Rollout hosts as processes of their own: killed, and told to stop in the middle of their work."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.log import Log
+from pipeline.store import ObjectStore
+from schemas.config import Broker
+from schemas.facts import SequenceFailed, SequenceFinished, SequenceVerified
+from services import agent_loop, harness
+from tests.integration.test_harness_trials import act
+from tests.rollout_stage import Stage, by_expression, spawn, staged, write_config
+
+
+@pytest.fixture
+async def stage(
+    tmp_path: Path, broker: Broker, run_name: str, log: Log, store: ObjectStore
+) -> AsyncIterator[Callable[..., Stage]]:
+    async with staged(tmp_path, broker, run_name, log, store, act) as make:
+        yield make
+
+
+async def test_a_killed_harness_host_costs_an_attempt_not_the_sequence(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    s = stage()
+    s.engine.script = by_expression
+    file = write_config(s.config, tmp_path)
+    s.engine.gate.clear()
+    victim = spawn(file, "harness", "--pool", "tools")
+    try:
+        async with s.running((agent_loop.serve, "")):
+            sequence = await s.dispatch("calc")
+            await s.engine.wait_for_prompts(1)
+            victim.kill()
+            victim.wait()
+            s.engine.gate.set()
+            async with s.running((harness.serve, "tools")):
+                finished = await s.outcome("calc", sequence)
+    finally:
+        victim.kill()
+        victim.wait()
+    assert isinstance(finished, SequenceFinished), finished
+    assert (finished.attempt, finished.reward) == (2, 1.0)
+    lost = [
+        fact
+        for fact in await s.facts("sequence.verified")
+        if isinstance(fact, SequenceVerified) and fact.failure
+    ]
+    assert [fact.failure.reason for fact in lost if fact.failure] == ["harness_lost"]
+
+
+async def test_a_killed_agent_loop_host_costs_an_attempt_not_the_sequence(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    s = stage()
+    s.engine.script = by_expression
+    file = write_config(s.config, tmp_path)
+    s.engine.gate.clear()
+    victim = spawn(file, "agent-loop")
+    try:
+        async with s.running((harness.serve, "tools")):
+            sequence = await s.dispatch("calc")
+            await s.engine.wait_for_prompts(1)
+            victim.kill()
+            victim.wait()
+            s.engine.gate.set()
+            async with s.running((agent_loop.serve, "")):
+                finished = await s.outcome("calc", sequence)
+    finally:
+        victim.kill()
+        victim.wait()
+    assert isinstance(finished, SequenceFinished), finished
+    assert (finished.attempt, finished.reward) == (2, 1.0)
+
+
+async def test_a_harness_host_told_to_stop_hands_back_at_once(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    s = stage(max_attempts=1)
+    host = spawn(write_config(s.config, tmp_path), "harness", "--pool", "stuck")
+    try:
+        async with s.running((agent_loop.serve, "")):
+            sequence = await s.dispatch("stuck")
+            async with asyncio.timeout(30):
+                async for _event in s.log.subscribe("sequence.opened"):
+                    break
+                while await s.pending("harness-stuck") == 0:
+                    await asyncio.sleep(0.02)
+            host.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(host.wait, 10) == 0
+            async with s.running((harness.serve, "stuck")):
+                failed = await s.outcome("stuck", sequence)
+    finally:
+        host.kill()
+        host.wait()
+    assert isinstance(failed, SequenceFailed)
+    assert failed.failure.reason == "harness_lost"
+
+
+async def test_a_harness_host_stops_under_an_environment_that_is_blocked(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    s = stage(max_attempts=1)
+    host = spawn(write_config(s.config, tmp_path), "harness", "--pool", "blocked")
+    try:
+        async with s.running((agent_loop.serve, "")):
+            await s.dispatch("blocked")
+            async with asyncio.timeout(30):
+                while not (tmp_path / "blocked").exists():
+                    await asyncio.sleep(0.02)
+            host.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(host.wait, 10) == 0
+    finally:
+        host.kill()
+        host.wait()
+
+
+async def test_an_agent_loop_host_stops_under_an_engine_that_does_not_answer(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    s = stage()
+    s.engine.gate.clear()
+    host = spawn(write_config(s.config, tmp_path), "agent-loop")
+    try:
+        async with s.running((harness.serve, "tools")):
+            await s.dispatch("calc")
+            await s.engine.wait_for_prompts(1)
+            host.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(host.wait, 10) == 0
+    finally:
+        host.kill()
+        host.wait()

@@ -1,0 +1,219 @@
+"""Batches for a packer, the packer in this process or its own, and what its ranks must get."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.checksum import crc32c
+from pipeline.feed.feed import Feed
+from pipeline.log import Log
+from pipeline.store import ObjectStore
+from pipeline.store.payload import encode_payload, write_payload
+from schemas.config import RunConfig
+from schemas.facts import BatchYielded, SourceShare, StepTrained, WindowPacked
+from schemas.keys import payload_key, plan_key
+from schemas.names import attempt_id, sample_id, sequence_id
+from schemas.payload import ContextMeta, Ref, Span
+from schemas.plan import Plan, PlanRows, PlanSequence
+from services.packer import serve
+from services.process import Context
+
+DEADLINE_S = 40
+LENGTH = 50
+MICROBATCHES = 3
+Columns = dict[str, np.ndarray[Any, Any]]
+
+
+def changed(config: RunConfig, **packer: int) -> RunConfig:
+    return config.model_copy(update={"packer": config.packer.model_copy(update=packer)})
+
+
+def columns_of(seed: int) -> Columns:
+    rng = np.random.default_rng(seed)
+    mask = (np.arange(LENGTH) >= LENGTH // 2).astype(np.uint8)
+    return {
+        "tokens": rng.integers(1, 999, LENGTH, np.int32),
+        "loss_mask": mask,
+        "logprobs": -rng.random(LENGTH, np.float32) * mask,
+        "policy_version": mask.astype(np.int32),
+        "segments": np.zeros((1, 5), np.int32),
+    }
+
+
+async def yield_batch(
+    log: Log, store: ObjectStore, step: int, damage: Callable[[bytes], bytes] | None = None
+) -> Plan:
+    """A batch of one sequence for each micro-batch of two ranks; the sequence's tokens depend on its place alone."""
+    places = [(dp, microbatch) for microbatch in range(MICROBATCHES) for dp in range(2)]
+    sequences: list[PlanSequence] = []
+    for member in range(len(places)):
+        sequence = sequence_id(sample_id("s", step), member)
+        key = payload_key(log.run, "s", attempt_id(sequence, 1))
+        columns = columns_of(step * 100 + member)
+        if damage is None:
+            header = await write_payload(store, key, columns)
+        else:
+            data, header = encode_payload(key, columns)
+            await store.create(key, damage(data))
+        context = ContextMeta(
+            offset=0,
+            tokens=LENGTH,
+            generated=LENGTH // 2,
+            loss_spans=(Span(start=LENGTH // 2, end=LENGTH),),
+            min_version=1,
+            max_version=1,
+        )
+        sequences.append(
+            PlanSequence(
+                source="s",
+                sample=sample_id("s", step),
+                sequence=sequence,
+                payload=header,
+                contexts=(context,),
+            )
+        )
+    count = len(places)
+    plan = Plan(
+        run=log.run,
+        step=step,
+        policy_version=step - 1,
+        dp=2,
+        microbatches=MICROBATCHES,
+        token_budget=1000,
+        loss_tokens=count * LENGTH // 2,
+        sequences=tuple(sequences),
+        rows=PlanRows(
+            sequence=tuple(range(count)),
+            context=(0,) * count,
+            dp=tuple(dp for dp, _ in places),
+            microbatch=tuple(microbatch for _, microbatch in places),
+            advantage=(1.0,) * count,
+            loss_weight=(2 / (count * LENGTH),) * count,
+        ),
+    )
+    body = plan.model_dump_json().encode()
+    await publish_batch(log, step, await store.create(plan_key(log.run, step, crc32c(body)), body))
+    return plan
+
+
+async def publish_batch(log: Log, step: int, ref: Ref) -> None:
+    share = SourceShare(groups=1, sequences=6, tokens=300, loss_tokens=150, mean_reward=0.5, max_staleness=0)
+    fact = BatchYielded(
+        step=step,
+        through=0,
+        policy_version=step - 1,
+        sources={"s": share},
+        microbatches=MICROBATCHES,
+        plan=ref,
+    )
+    await log.publish(fact)
+
+
+async def publish_trained(log: Log, step: int) -> None:
+    ref = Ref(key="c", bytes=0, crc32c=0)
+    fact = StepTrained(
+        step=step,
+        parent=None,
+        weights=ref,
+        optimizer=ref,
+        loss=0,
+        grad_norm=0,
+        kl=0,
+        loss_tokens=1,
+        seconds=1,
+    )
+    await log.publish(fact)
+
+
+@asynccontextmanager
+async def packer(
+    config: RunConfig, log: Log, store: ObjectStore | None = None, index: int = 0
+) -> AsyncIterator[asyncio.Task[None]]:
+    """The service in this process. Leaves when told to stop, and lets its exception out."""
+    stop = asyncio.Event()
+    opened = store or ObjectStore.open(config.store, patience_s=1)
+    ctx = Context(config, f"packer-{index}", log, opened, stop, logging.getLogger("packtrain"), index)
+    task = asyncio.create_task(serve(ctx))
+    try:
+        yield task
+    finally:
+        stop.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.wait([task])
+    task.result()
+
+
+@asynccontextmanager
+async def process(config: RunConfig, tmp_path: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """The service as a process of its own."""
+    file = tmp_path / "config.json"
+    file.write_text(config.model_dump_json())
+    code = (
+        "import asyncio, sys, pathlib\n"
+        "from schemas.config import RunConfig\n"
+        "from services.packer import serve\n"
+        "from services.process import run_service\n"
+        "config = RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_text())\n"
+        "asyncio.run(run_service(serve, config, 'packer-0', 0))\n"
+    )
+    with (tmp_path / "packer.log").open("ab") as out:
+        running = subprocess.Popen(
+            [sys.executable, "-c", code, str(file)], stderr=out, cwd=Path(__file__).parents[1]
+        )
+    try:
+        yield running
+    finally:
+        running.kill()
+        await asyncio.to_thread(running.wait)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def packed_facts(log: Log, count: int) -> list[WindowPacked]:
+    found: list[WindowPacked] = []
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in log.subscribe("window.packed"):
+            assert isinstance(event.fact, WindowPacked)
+            found.append(event.fact)
+            if len(found) == count:
+                break
+    return found
+
+
+def take(feed: Feed, step: int) -> list[Columns]:
+    return [{name: array.copy() for name, array in batch.arrays.items()} for batch in feed.batch(step)]
+
+
+def check(step: int, dp: int, got: list[Columns]) -> None:
+    assert len(got) == MICROBATCHES
+    for microbatch, arrays in enumerate(got):
+        original = columns_of(step * 100 + microbatch * 2 + dp)
+        np.testing.assert_array_equal(arrays["tokens"], original["tokens"])
+        np.testing.assert_array_equal(arrays["labels"], np.append(original["tokens"][1:], 0))
+        np.testing.assert_array_equal(arrays["loss_mask"], np.append(original["loss_mask"][1:], 0))
+        np.testing.assert_array_equal(arrays["logprobs"], np.append(original["logprobs"][1:], 0))
+        assert arrays["cu_seqlens"].tolist() == [0, LENGTH]
+
+
+def window_fds() -> int:
+    """Descriptors of windows that this process has."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            count += "packtrain-window" in str(link.readlink())
+        except FileNotFoundError:
+            continue  # the directory's own
+    return count
