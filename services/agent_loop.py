@@ -28,6 +28,7 @@ from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.client import EngineClient, EngineUnavailable
 from pipeline.engines.policies import policy_dir
 from pipeline.log import Delivery, end_tasks, serve_work
+from pipeline.secret_file import read_secret
 from pipeline.store import ObjectExists, StoreUnavailable
 from pipeline.store.keys import payload_key
 from pipeline.store.payload import write_payload
@@ -298,7 +299,9 @@ async def serve(ctx: Context) -> None:
     run_key = load_run_key(config.agent_loop.run_key_file)
     renderer = ChatMLRenderer(PolicyTokenizer.load(policy_dir(config.engine.policy)))
     name = f"al-{ctx.index}-{secrets.token_hex(4)}"
-    async with EngineClient(config.engine.url, timeout=config.agent_loop.trial_budget_s) as engine:
+    token_file = config.engine.token_file
+    token = read_secret(token_file, "engine.token_file") if token_file else None
+    async with EngineClient(config.engine.url, token, config.agent_loop.trial_budget_s) as engine:
         capture = Capture(run_key, renderer, engine, config.engine.max_context)
         runner = capture.runner(SHUTDOWN_S)
         await runner.setup()

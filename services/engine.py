@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from pipeline.engines.policies import policy_dir
 from pipeline.log import end_tasks
+from pipeline.secret_file import read_secret
 from schemas.envelope import Event
 from schemas.facts import PolicyPublished
 from services.process import Context
@@ -30,6 +31,7 @@ async def serve(ctx: Context) -> None:
     from pipeline.engines.tiny.server import serve as listen
 
     settings = ctx.config.engine
+    token = read_secret(settings.token_file, "engine.token_file") if settings.token_file else None
     torch.set_num_threads(settings.threads)
     engine = TinyEngine(policy_dir(settings.policy), settings.max_running, settings.max_context)
     newest = await ctx.log.latest("policy.published")
@@ -37,10 +39,10 @@ async def serve(ctx: Context) -> None:
         await _load(ctx, engine, newest)
     address = urlsplit(settings.url)
     runner, port = await listen(
-        create_app(engine, model_name=settings.policy),
+        create_app(engine, token, settings.policy),
         address.hostname or "127.0.0.1",
         address.port or 0,
-        None,
+        token,
     )
     ctx.logger.info("serving %s, version %d, on port %d", settings.policy, engine.version, port)
     following = asyncio.create_task(_follow(ctx, engine, newest.seq + 1 if newest is not None else 1))

@@ -6,6 +6,8 @@ import hashlib
 import hmac
 from pathlib import Path
 
+from pipeline.secret_file import SecretUnreadable, read_secret
+
 MIN_KEY_BYTES = 16
 
 
@@ -16,11 +18,9 @@ class BadRunKey(ValueError):
 def load_run_key(path: str | Path) -> bytes:
     """The key in the file, without surrounding white space; raises `BadRunKey`."""
     try:
-        key = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise BadRunKey(
-            f"agent_loop.run_key_file {str(path)!r} cannot be read ({error.strerror}); agent-loop and harness hosts need the same file"
-        ) from None
+        key = read_secret(path, "agent_loop.run_key_file").encode()
+    except SecretUnreadable as error:
+        raise BadRunKey(f"{error}; agent-loop and harness hosts need the same file") from None
     if len(key) < MIN_KEY_BYTES:
         raise BadRunKey(
             f"agent_loop.run_key_file {str(path)!r} holds {len(key)} bytes, at least {MIN_KEY_BYTES} are needed; "

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from pathlib import Path
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from pipeline.secret_file import SecretUnreadable, read_secret
 from schemas.config import Broker
 
 _LOG = logging.getLogger("packtrain.log")
@@ -27,14 +27,10 @@ class BrokerUnavailable(ConnectionError):
 
 
 def _token(broker: Broker) -> str | None:
-    if not broker.token_file:
-        return None
     try:
-        return Path(broker.token_file).read_text().strip()
-    except OSError as error:
-        raise BrokerUnavailable(
-            f"broker token file {broker.token_file}: {error.strerror}; set broker.token_file"
-        ) from error
+        return read_secret(broker.token_file, "broker.token_file") if broker.token_file else None
+    except SecretUnreadable as error:
+        raise BrokerUnavailable(str(error)) from error
 
 
 async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:

@@ -195,8 +195,13 @@ class _Launch:
         }
         store = given.store.model_copy(update={"url": store_url(given, self.directory)})
         update["store"] = _absolute(store, "credentials_file")
+        engine = _absolute(given.engine, "token_file")
         if not given.engine.url:
-            update["engine"] = given.engine.model_copy(update={"url": f"http://{LOOPBACK}:{free_port()}"})
+            token = given.engine.token_file or secret_file(self.directory / "secrets" / f"engine-token-{run}")
+            engine = engine.model_copy(
+                update={"url": f"http://{LOOPBACK}:{free_port()}", "token_file": str(Path(token).absolute())}
+            )
+        update["engine"] = engine
         if not given.agent_loop.run_key_file:
             key = secret_file(self.directory / "secrets" / f"run-key-{run}")
             update["agent_loop"] = given.agent_loop.model_copy(update={"run_key_file": str(key)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pipeline.engines.tiny.model import load_policy, weights_to_bytes
 from pipeline.engines.tiny.runner import ModelRunner
 from pipeline.engines.wire import SamplingParams
 from pipeline.log import Log
+from pipeline.secret_file import SecretUnreadable
 from pipeline.store import ObjectStore
 from pipeline.store.keys import weights_key
 from schemas.config import Broker
@@ -69,3 +71,26 @@ async def test_a_step_that_fails_ends_the_service(context: Context, monkeypatch:
             await client.generate((1, 2), SamplingParams(max_tokens=2), "r", "s", within=1.0)
         with pytest.raises(EngineDead, match="not finite"):
             await serving
+
+
+async def test_with_a_token_file_only_its_holder_is_served(context: Context, tmp_path: Path) -> None:
+    secret = tmp_path / "engine.token"
+    settings = context.config.engine.model_copy(update={"token_file": str(secret)})
+    guarded = replace(context, config=context.config.model_copy(update={"engine": settings}))
+    with pytest.raises(SecretUnreadable, match=r"engine\.token_file .*engine\.token' cannot be read"):
+        await engine.serve(guarded)
+    secret.write_text("sesame\n")
+    serving = asyncio.create_task(engine.serve(guarded))
+    params = SamplingParams(max_tokens=2)
+    async with (
+        EngineClient(settings.url, "sesame") as friend,
+        EngineClient(settings.url) as stranger,
+        asyncio.timeout(60),
+    ):
+        while not await friend.healthy():
+            assert not serving.done(), serving
+        assert len((await friend.generate((1, 2), params, "r", "s")).token_ids) <= 2
+        with pytest.raises(EngineUnavailable, match="401"):
+            await stranger.generate((1, 2), params, "r", "s", within=1.0)
+        guarded.stop.set()
+        await serving
