@@ -238,6 +238,13 @@ class Trainer(Section):
     threads: int = Field(default=1, ge=1, le=256, description="torch threads of a rank")
 
 
+def _named(sources: tuple[Source, ...], name: str) -> Source:
+    for source in sources:
+        if source.name == name:
+            return source
+    raise KeyError(f"no source {name!r}; sources: {[s.name for s in sources]}")
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -294,21 +301,12 @@ class RunConfig(Section):
 
     def source(self, name: str) -> Source:
         """The source of that name; raises KeyError that lists the names."""
-        for source in self.sources:
-            if source.name == name:
-                return source
-        raise KeyError(f"no source {name!r}; sources: {[s.name for s in self.sources]}")
-
-    def training_sources(self) -> tuple[Source, ...]:
-        return tuple(source for source in self.sources if source.groups > 0)
-
-    def evaluation_sources(self) -> tuple[Source, ...]:
-        return tuple(source for source in self.sources if source.evaluate > 0)
+        return _named(self.sources, name)
 
     def decisions(self) -> dict[str, Any]:
         """What decide() functions may read: steps, batch and sources. JSON values only."""
         whole = self.model_dump(mode="json")
-        return {key: whole[key] for key in ("steps", "batch", "sources")}
+        return {key: whole[key] for key in Decisions.model_fields}
 
 
 class Decisions(Section):
@@ -319,10 +317,7 @@ class Decisions(Section):
     sources: tuple[Source, ...]
 
     def source(self, name: str) -> Source:
-        for source in self.sources:
-            if source.name == name:
-                return source
-        raise KeyError(f"no source {name!r}; sources: {[s.name for s in self.sources]}")
+        return _named(self.sources, name)
 
     def training(self) -> tuple[Source, ...]:
         return tuple(source for source in self.sources if source.groups > 0)

@@ -70,13 +70,32 @@ class RunStopped(Fact):
         return self.run
 
 
-class SequenceDispatched(Fact):
-    """Work for an agent-loop host: one member of a sample's group."""
-
-    type: ClassVar[str] = "sequence.dispatched"
+class _SequenceFact(Fact):
     source: Name
     sample: Name
     sequence: Name
+
+    def scope(self) -> str:
+        return self.source
+
+    def id(self) -> str:
+        return self.sequence
+
+    def correlation(self) -> str | None:
+        return self.sample
+
+
+class _AttemptFact(_SequenceFact):
+    attempt: int = Field(ge=1)
+
+    def id(self) -> str:
+        return attempt_id(self.sequence, self.attempt)
+
+
+class SequenceDispatched(_SequenceFact):
+    """Work for an agent-loop host: one member of a sample's group."""
+
+    type: ClassVar[str] = "sequence.dispatched"
     member: int = Field(ge=0)
     group_size: int = Field(ge=1)
     pool: Name
@@ -94,24 +113,11 @@ class SequenceDispatched(Fact):
             )
         return self
 
-    def scope(self) -> str:
-        return self.source
 
-    def id(self) -> str:
-        return self.sequence
-
-    def correlation(self) -> str | None:
-        return self.sample
-
-
-class SequenceOpened(Fact):
+class SequenceOpened(_AttemptFact):
     """An agent-loop host has a session for this attempt: work for the harness pool. Holds no secret."""
 
     type: ClassVar[str] = "sequence.opened"
-    source: Name
-    sample: Name
-    sequence: Name
-    attempt: int = Field(ge=1)
     pool: Name
     task_index: int = Field(ge=0)
     host: Name = Field(description="the agent-loop host, to which the verdict is addressed")
@@ -122,12 +128,6 @@ class SequenceOpened(Fact):
     def scope(self) -> str:
         return self.pool
 
-    def id(self) -> str:
-        return attempt_id(self.sequence, self.attempt)
-
-    def correlation(self) -> str | None:
-        return self.sample
-
 
 class Failure(Frozen):
     """Why an attempt gave no sequence to train. `infra` is retried as a new attempt, never trained, never reward 0."""
@@ -137,14 +137,10 @@ class Failure(Frozen):
     detail: str = Field(default="", max_length=2000)
 
 
-class SequenceVerified(Fact):
+class SequenceVerified(_AttemptFact):
     """The harness host's verdict on one attempt, addressed to the agent-loop host that has the session."""
 
     type: ClassVar[str] = "sequence.verified"
-    source: Name
-    sample: Name
-    sequence: Name
-    attempt: int = Field(ge=1)
     host: Name
     reward: Reward | None = Field(description="null when a failure is given")
     termination: Name = Field(
@@ -163,20 +159,11 @@ class SequenceVerified(Fact):
     def scope(self) -> str:
         return self.host
 
-    def id(self) -> str:
-        return attempt_id(self.sequence, self.attempt)
 
-    def correlation(self) -> str | None:
-        return self.sample
-
-
-class SequenceFinished(Fact):
+class SequenceFinished(_SequenceFact):
     """One attempt finished the sequence; its payload is in the store. At most one per sequence."""
 
     type: ClassVar[str] = "sequence.finished"
-    source: Name
-    sample: Name
-    sequence: Name
     attempt: int = Field(ge=1)
     reward: Reward
     termination: Name
@@ -184,34 +171,13 @@ class SequenceFinished(Fact):
     contexts: tuple[ContextMeta, ...]
     payload: PayloadHeader
 
-    def scope(self) -> str:
-        return self.source
 
-    def id(self) -> str:
-        return self.sequence
-
-    def correlation(self) -> str | None:
-        return self.sample
-
-
-class SequenceFailed(Fact):
+class SequenceFailed(_SequenceFact):
     """Every attempt failed; the sequence will never be trained."""
 
     type: ClassVar[str] = "sequence.failed"
-    source: Name
-    sample: Name
-    sequence: Name
     attempts: int = Field(ge=0)
     failure: Failure
-
-    def scope(self) -> str:
-        return self.source
-
-    def id(self) -> str:
-        return self.sequence
-
-    def correlation(self) -> str | None:
-        return self.sample
 
 
 class _SampleFact(Fact):

@@ -38,11 +38,11 @@ def test_the_demo_has_two_sources_in_one_batch_of_two_ranks() -> None:
 
 def test_learn_holds_out_tasks_of_a_seed_that_is_never_trained() -> None:
     config = load(EXAMPLES / "learn.toml")
-    (held_out,) = config.evaluation_sources()
+    (held_out,) = [s for s in config.sources if s.evaluate]
     trained = {
         s.environment.seed
-        for s in config.training_sources()
-        if s.environment.kind == held_out.environment.kind
+        for s in config.sources
+        if s.groups and s.environment.kind == held_out.environment.kind
     }
     assert held_out.evaluate == 200
     assert held_out.environment.seed not in trained
