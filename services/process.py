@@ -98,7 +98,9 @@ async def run_service(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    log = await Log.connect(config.broker, config.run, name, timeout_s=_CONNECT_S)
+    log = await _connected(config, name, stop)
+    if log is None:
+        return
     ending = asyncio.create_task(_until_run_stops(log, stop))
     try:
         store = ObjectStore.open(config.store)
@@ -108,6 +110,17 @@ async def run_service(
     finally:
         await end_tasks([ending])
         await log.close()
+
+
+async def _connected(config: RunConfig, name: str, stop: asyncio.Event) -> Log | None:
+    """The run's log; None when the service is told to stop while the broker is not there yet."""
+    connecting = asyncio.create_task(Log.connect(config.broker, config.run, name, timeout_s=_CONNECT_S))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([connecting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not connecting.done():
+        await end_tasks([connecting])
+    await end_tasks([stopping])
+    return None if connecting.cancelled() else connecting.result()
 
 
 async def _until_run_stops(log: Log, stop: asyncio.Event) -> None:

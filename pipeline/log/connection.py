@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from urllib.parse import urlsplit
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -33,20 +34,39 @@ def _token(broker: Broker) -> str | None:
         raise BrokerUnavailable(str(error)) from error
 
 
+def _check_address(url: str) -> None:
+    # nats-py asserts what it expects of an address.
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("nats", "tls", "ws", "wss") and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise BrokerUnavailable(f"broker.url {url!r} is not nats://host:port; set broker.url")
+
+
 async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:
     """A connected client; see the module's promises."""
     if not broker.url:
         raise BrokerUnavailable(
             "broker.url is empty: name a server (nats://host:port), or start the run with `packtrain demo`"
         )
+    _check_address(broker.url)
     token = _token(broker)
     reported: list[str] = []
 
     async def on_error(error: Exception) -> None:
         # A denied publish reaches its caller as a bare timeout; the server's reason arrives only here.
-        reported.append(str(error) or type(error).__name__)
+        reason = str(error) or type(error).__name__
+        # The client tries again several times a second: an outage is told once, not hundreds of times.
+        if not reported or reported[-1] != reason:
+            _LOG.warning("broker %s: %s", broker.url, reason)
+        reported.append(reason)
         del reported[:-8]
-        _LOG.warning("broker %s: %s", broker.url, reported[-1])
+
+    async def on_reconnected() -> None:
+        reported.clear()
+        _LOG.info("broker %s is back", broker.url)
 
     deadline = time.monotonic() + timeout_s
     while True:
@@ -58,6 +78,7 @@ async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:
                     name=name,
                     token=token,
                     error_cb=on_error,
+                    reconnected_cb=on_reconnected,
                     connect_timeout=2,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=_RECONNECT_WAIT_S,  # pyright: ignore[reportArgumentType]  # a float works; nats-py sleeps it

@@ -272,6 +272,34 @@ async def test_a_wrong_token_is_one_clear_error_at_once(broker: Broker, tmp_path
         )
 
 
+@pytest.mark.parametrize("url", ["nats://", "nats://host:99999", "http://host:4222", "nats://[::1"])
+async def test_an_address_that_is_none_is_one_clear_error(url: str) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"is not nats://host:port"):
+        await Log.connect(Broker.model_construct(url=url, token_file="", replicas=1), "r", "t")
+
+
+async def test_an_outage_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = NatsServer(tmp_path / "own")
+    server.start()
+    log = await Log.connect(server.broker, "outage", "test")
+    await log.create()
+    with caplog.at_level("INFO", "packtrain.log"):
+        server.kill()
+        async with asyncio.timeout(20):
+            while log._client.stats["errors_received"] < 1 and not log._client.is_reconnecting:
+                await asyncio.sleep(0.02)
+            # Every try to reconnect fails; several of them are let pass.
+            before = asyncio.get_running_loop().time()
+            while asyncio.get_running_loop().time() - before < 1.5:
+                await asyncio.sleep(0.1)
+        server.start()
+        await until(lambda: any("is back" in r.message for r in caplog.records))
+    told = [r.message for r in caplog.records if "broker" in r.message and "is back" not in r.message]
+    assert 1 <= len(told) <= 3, told
+    await log.close()
+    server.stop()
+
+
 async def test_no_server_is_one_clear_error() -> None:
     with pytest.raises(BrokerUnavailable, match=r"nats://127\.0\.0\.1:1 is not reachable"):
         await Log.connect(Broker(url="nats://127.0.0.1:1"), "r", "t", timeout_s=0.5)
