@@ -1,7 +1,8 @@
 """Run configuration as TOML: read, checked, and written back.
 
 Promises:
-- every fault of a file is told at once, each with file, line, path of the key, value, what is wrong, and the remedy;
+- every fault of a file is told at once, each with file, path of the key, value, what is wrong, and the remedy; with its
+  line, but for what concerns several sections and names them;
 - `loads(dumps(config)) == config`.
 """
 
@@ -82,6 +83,15 @@ def dumps(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json"))
 
 
+def place(file: Path, path: Path_, overrides: Sequence[Override] = ()) -> str:
+    """Where a value comes from, for a fault that is found later: the option that gave it, or `run.toml:12`, or the file.
+
+    Raises OSError when the file is gone.
+    """
+    options = {override.path: override.option for override in overrides}
+    return _place(path, str(file), file.read_text(encoding="utf-8"), options)
+
+
 def shown(path: Path_) -> str:
     """`("sources", 0, "groups")` as `sources[0].groups`."""
     out = ""
@@ -144,11 +154,14 @@ def _follows(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
     )
 
 
+def _place(path: Path_, name: str, text: str, options: Mapping[tuple[str, ...], str]) -> str:
+    line = line_of(text, path)
+    return options.get(tuple(str(part) for part in path)) or (f"{name}:{line}" if line else name)
+
+
 def _fault(detail: ErrorDetails, name: str, text: str, options: Mapping[tuple[str, ...], str]) -> str:
     path: Path_ = detail["loc"]
-    option = options.get(tuple(str(part) for part in path))
-    line = line_of(text, path)
-    where = option or (f"{name}:{line}" if line else name)
+    where = _place(path, name, text, options)
     kind = detail["type"]
     if kind == "extra_forbidden":
         return f"{where}: unknown key {shown(path)}; {_nearest(path)}"

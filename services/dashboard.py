@@ -27,6 +27,7 @@ from schemas.facts import (
     SequenceDispatched,
     SequenceFailed,
     SequenceFinished,
+    SequenceOpened,
     SequenceVerified,
     SourceShare,
     StepTrained,
@@ -128,6 +129,8 @@ class View:
     last_at: datetime | None = None
     events: int = 0
     sequence: int = 0
+    dispatched: int = 0
+    opened: int = 0
     generated: int = 0
     written: dict[str, int] = field(default_factory=dict)
     recent: deque[tuple[datetime, int]] = field(default_factory=deque)
@@ -141,8 +144,13 @@ class View:
         """Bytes that packers read from the store."""
         return sum(row.fetched for row in self.rows.values())
 
+    @property
+    def ended(self) -> int:
+        """Sequences that finished or failed."""
+        return sum(source.finished + source.failed for source in self.sources.values())
+
     def seconds(self) -> float:
-        """Time from the first event to the last."""
+        """Time from the first event to the last, interruptions included."""
         if self.started_at is None or self.last_at is None:
             return 0.0
         return (self.last_at - self.started_at).total_seconds()
@@ -173,9 +181,12 @@ def fold(view: View, event: Event) -> View:
             view.stopped = fact
         case SequenceDispatched() as fact:
             source = view.source(fact.source)
+            view.dispatched += 1
             source.in_flight.add(fact.sample)
             if source.evaluate:
                 source.versions[fact.sample] = fact.min_policy_version
+        case SequenceOpened():
+            view.opened += 1
         case SequenceVerified() as fact:
             view.source(fact.source).infra_failures += fact.failure is not None
         case SequenceFinished() as fact:

@@ -34,7 +34,8 @@ def _token(broker: Broker) -> str | None:
         raise BrokerUnavailable(str(error)) from error
 
 
-def _check_address(url: str) -> None:
+def check_address(url: str) -> None:
+    """Refuses what is no address of a NATS server; raises BrokerUnavailable."""
     # nats-py asserts what it expects of an address.
     try:
         parts = urlsplit(url)
@@ -51,7 +52,7 @@ async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:
         raise BrokerUnavailable(
             "broker.url is empty: name a server (nats://host:port), or start the run with `packtrain demo`"
         )
-    _check_address(broker.url)
+    check_address(broker.url)
     token = _token(broker)
     reported: list[str] = []
 

@@ -26,7 +26,7 @@ def checked_key(key: str) -> str:
     if not _KEY.fullmatch(key):
         raise BadKey(
             f"object key {key!r} is not a relative path of A-Z a-z 0-9 _ - . components, none with a dot at its start; "
-            "build keys with schemas.keys"
+            "take the key from the event that names the object"
         )
     return key
 

@@ -29,7 +29,11 @@ _LONGEST_SOCKET_NAME = "/packer-4095.sock"
 
 
 class LaunchError(RuntimeError):
-    """A run that cannot start; the message is one line with the remedy."""
+    """What cannot start or go on; the message is one line with the remedy."""
+
+
+class BadInput(LaunchError):
+    """An option, an argument or a configured value that is wrong in itself."""
 
 
 def make_directory(directory: Path, mode: int = 0o755) -> Path:
@@ -126,12 +130,17 @@ def port_problem(host: str, port: int) -> str | None:
     return None
 
 
+def host_and_port(text: str, key: str) -> tuple[str, int]:
+    """The parts of a configured host:port; raises BadInput."""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port[:6]) > 65_535:
+        raise BadInput(f"{key} {text!r} is not host:port, as 127.0.0.1:29500")
+    return host.strip("[]"), int(port)
+
+
 def check_address(text: str, key: str) -> None:
     """Refuses a configured host:port that cannot be listened on; raises LaunchError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal():
-        raise LaunchError(f"{key} {text!r} is not host:port, as 127.0.0.1:29500")
-    problem = port_problem(host.strip("[]"), int(port))
+    problem = port_problem(*host_and_port(text, key))
     if problem:
         raise LaunchError(
             f"{key} {text} cannot be listened on: {problem}; choose another, or leave it empty for a free one"

@@ -12,9 +12,9 @@ from typing import Any
 from pipeline.log import Log
 from pipeline.log.tasks import end_tasks
 from schemas.envelope import Event
-from schemas.facts import FACTS, RunStopped
+from schemas.facts import ALL, FACTS, RunStopped
 from schemas.names import checked_name
-from services.cli.embedded import LaunchError
+from services.cli.embedded import BadInput, LaunchError
 from services.cli.reach import broker_of, find_run
 
 _TAIL = 10
@@ -31,9 +31,9 @@ class Filter:
     id: str | None
 
     def check(self) -> None:
-        """Raises LaunchError on a type that there is not, BadName on a source or id that can be none."""
+        """Raises BadInput on a type that there is not, BadName on a source or id that can be none."""
         if self.type is not None and self.type not in FACTS:
-            raise LaunchError(f"no event type {self.type!r}; types: {', '.join(sorted(FACTS))}")
+            raise BadInput(f"no event type {self.type!r}; types: {', '.join(sorted(FACTS))}")
         for what, name in (("--source", self.source), ("--id", self.id)):
             if name is not None:
                 checked_name(name, what)
@@ -44,9 +44,14 @@ class Filter:
         ids = (fact.id(), fact.correlation())
         return (
             self.type in (None, fact.type)
-            and self.source in (None, fact.scope(), getattr(fact, "source", None))
+            and (self.source is None or self.source in places(event))
             and (self.id is None or self.id in ids or fact.id().startswith(f"{self.id}-"))
         )
+
+
+def places(event: Event) -> set[str]:
+    """The source, pool or host that an event belongs to; both when it is addressed from one to another."""
+    return {event.fact.scope(), getattr(event.fact, "source", ALL)} - {ALL}
 
 
 def show(
@@ -84,9 +89,13 @@ async def _show(
             if not await log.exists():
                 raise LaunchError(f"broker {broker.url} has no run {found.run!r}")
             events = _followed(log) if follow else _recorded(log, note)
+            seen: set[str] = set()
             async for event in events:
+                seen |= places(event)
                 if chosen.passes(event):
                     write(as_line(event, found.run) if as_json else line(event))
+            if chosen.source is not None and chosen.source not in seen and not follow:
+                note(f"no event of --source {chosen.source}; seen: {', '.join(sorted(seen)) or 'none'}")
             if log.skipped:
                 note(f"skipped, as no event to this version: {dict(log.skipped)}")
         finally:
@@ -142,12 +151,19 @@ def as_line(event: Event, run: str) -> str:
 
 
 def line(event: Event) -> str:
-    """Sequence number, time, type, scope, id, and the body's plain values: JSON, so that no control character gets out."""
+    """Sequence number, time, type, scope, id, and the body's plain values, floats to six significant digits: JSON, so that
+    no control character gets out."""
     body: dict[str, Any] = event.fact.model_dump(mode="json")
     values = [
-        f"{k}={json.dumps(v)}" for k, v in body.items() if k not in _IDS and isinstance(v, str | int | float)
+        f"{k}={json.dumps(_short(v))}"
+        for k, v in body.items()
+        if k not in _IDS and isinstance(v, str | int | float)
     ]
     head = f"{event.seq:>7}  {event.time:%H:%M:%S.%f}"[:-3]
     return (
         f"{head}  {event.fact.type:<19} {event.fact.scope()} {event.fact.id()}  {' '.join(values)}".rstrip()
     )
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

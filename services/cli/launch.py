@@ -1,7 +1,8 @@
 """`packtrain demo` and `packtrain run`: from a configuration to a finished run, all processes on this machine.
 
 Promises:
-- what cannot work is told in one line before a service starts: directory, engine, policy, addresses, store, broker;
+- what cannot work is told in one line before a service starts: directory, engine, addresses, store, broker; what a
+  configuration alone tells was refused before (`services.cli.check`);
 - however the launcher ends, no process that it started is left;
 - services are started by the command that deployment uses, with a configuration file that holds no secret.
 """
@@ -32,6 +33,7 @@ from pipeline.store import ObjectStore
 from schemas.config import Broker, RunConfig
 from schemas.facts import ALL, RunStarted
 from services.cli import summary
+from services.cli.check import check_engine_url
 from services.cli.claim import claim, open_place
 from services.cli.embedded import (
     LOOPBACK,
@@ -96,6 +98,7 @@ class _Launch:
                 self.supervisor.kill()  # a second Ctrl-C does not wait
             else:
                 interrupted.set_result(None)
+                self._say("stopping ...")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
@@ -140,8 +143,11 @@ class _Launch:
 
     async def _end(self, config: RunConfig) -> None:
         assert self.log is not None
+        resumed = self.choice is not None and self.choice.resumed
         await self._stop_services()
-        summary.show(self.console, self.view, await self.log.size(), self.supervisor.restarts, config)
+        summary.show(
+            self.console, self.view, await self.log.size(), self.supervisor.restarts, config, resumed
+        )
 
     async def _check_given(self) -> None:
         config = self.config
@@ -149,8 +155,6 @@ class _Launch:
         self.config = config.model_copy(
             update={"engine": config.engine.model_copy(update={"policy": policy})}
         )
-        if config.broker.url:
-            check_broker(config.broker.url)
         if config.trainer.rendezvous:
             check_address(config.trainer.rendezvous, "trainer.rendezvous")
         if config.engine.url:
@@ -294,24 +298,9 @@ def _absolute(section: Any, key: str) -> Any:
     return section.model_copy(update={key: str(Path(path).absolute())}) if path else section
 
 
-def check_broker(url: str) -> None:
-    """Refuses what is no address of a NATS server; raises LaunchError."""
-    if not _is_address(url, ("nats", "tls", "ws", "wss")):
-        raise LaunchError(f"broker.url {url!r} is not nats://host:port")
-
-
-def _is_address(url: str, schemes: tuple[str, ...]) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port over 65,535, or none at all
-        return False
-
-
 def check_engine(url: str) -> None:
     """Refuses an engine that does not answer GET /health with 200 within a few seconds; raises LaunchError."""
-    if not _is_address(url, ("http", "https")):
-        raise LaunchError(f"engine.url {url!r} is not http://host:port")
+    check_engine_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

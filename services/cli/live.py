@@ -28,6 +28,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def counted(count: int, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def reasons(rejected: Counter[str]) -> str:
     """`3: all_zero 2, stale 1`, or `0`."""
     detail = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
@@ -94,10 +99,10 @@ def event_line(view: View, event: Event) -> str | None:
     """One line for an event, or None for the many that are not told one by one."""
     match event.fact:
         case RunStarted() as fact:
-            return f"run {fact.run}: {view.steps} steps, sources {', '.join(view.sources)}"
+            return f"run {fact.run}: {counted(view.steps, 'step')}, sources {', '.join(view.sources)}"
         case BatchYielded() as fact:
             shares = ", ".join(
-                f"{name} {share.groups} groups, reward {share.mean_reward:.3f}"
+                f"{name} {counted(share.groups, 'group')}, reward {share.mean_reward:.3f}"
                 for name, share in fact.sources.items()
             )
             return f"step {fact.step}: batch yielded ({shares})"
@@ -110,7 +115,7 @@ def event_line(view: View, event: Event) -> str | None:
             version = max(source.evaluations)
             mean = source.evaluations[version]
             if mean.count == source.evaluate and fact.rewards:
-                return f"{source.name}: mean reward {number(mean.value)} on {mean.count} tasks, policy version {version}"
+                return f"{source.name}: mean reward {number(mean.value)} on {counted(mean.count, 'task')}, policy version {version}"
     return None
 
 
@@ -122,7 +127,19 @@ def progress_line(view: View, now: datetime) -> str:
         else f"{s.name} {len(s.in_flight)} in flight"
         for s in view.sources.values()
     ]
-    return f"step {view.trained_steps}/{view.steps}: {', '.join(places)}; {view.rate(now):.0f} tokens/s"
+    doing = waiting(view) or f"{view.rate(now):.0f} tokens/s"
+    return f"step {view.trained_steps}/{view.steps}: {', '.join(places)}; {doing}"
+
+
+def waiting(view: View) -> str | None:
+    """What the run has not had yet while it starts; None once a sequence has ended."""
+    if view.ended:
+        return None
+    if not view.dispatched:
+        return "starting: no sequence is dispatched yet"
+    if not view.opened:
+        return "starting: no agent-loop host has opened a sequence yet"
+    return "waiting for the first sequence to finish: harness hosts and engine may still start"
 
 
 def render(view: View, restarts: Counter[str], now: datetime) -> RenderableType:
@@ -135,7 +152,10 @@ def render(view: View, restarts: Counter[str], now: datetime) -> RenderableType:
         ("  events ", "dim"), f"{view.events:,}",
     )  # fmt: skip
     restarted = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()) if count) or "none"
-    return Group(head, sources_table(view), steps_table(view), Text(f"restarts: {restarted}", style="dim"))
+    parts = [head, sources_table(view), steps_table(view), Text(f"restarts: {restarted}", style="dim")]
+    if doing := waiting(view):
+        parts.insert(1, Text(doing, style="yellow"))
+    return Group(*parts)
 
 
 def sources_table(view: View) -> Table:

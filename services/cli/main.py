@@ -73,7 +73,9 @@ Runs = Annotated[
     Path, typer.Option("--directory", help="The launcher's directory; its newest run unless --run is given.")
 ]
 Type = Annotated[str | None, typer.Option("--type", help="Only this event type, as sequence.finished.")]
-Source = Annotated[str | None, typer.Option(help="Only this source, pool or host.")]
+Source = Annotated[
+    str | None, typer.Option(help="Only this source, pool or host; hosts are named as in sequence.opened.")
+]
 Id = Annotated[
     str | None, typer.Option("--id", help="Only events of this sample, sequence, attempt or step.")
 ]
@@ -109,10 +111,10 @@ def _status(error: Exception) -> int | None:
     from pipeline.log import BrokerUnavailable
     from pipeline.store import BadStore, StoreError
     from schemas.names import BadName
-    from services.cli.embedded import LaunchError
+    from services.cli.embedded import BadInput, LaunchError
     from services.cli.supervise import GaveUp
 
-    if isinstance(error, ConfigError | BadName | BadStore):
+    if isinstance(error, ConfigError | BadInput | BadName | BadStore):
         return BAD_INPUT
     return FAILED if isinstance(error, LaunchError | GaveUp | BrokerUnavailable | StoreError) else None
 
@@ -203,10 +205,10 @@ def overrides(values: tuple[Any, ...]) -> list[Override]:
 
 def _launch(file: Path, given: tuple[Any, ...], fresh: bool, plain: bool) -> None:
     with one_line():
-        from pipeline.config import load
         from services.cli import launch
+        from services.cli.check import load_checked
 
-        config = load(file, overrides(given))
+        config = load_checked(file, overrides(given))
         status = launch.run(config, launch.Options(fresh=fresh, plain=plain), console())
     raise typer.Exit(status)
 
@@ -230,13 +232,14 @@ def service(
 
 @config_app.command()
 def check(file: ConfigArgument) -> None:
-    """Say whether a configuration is usable; every fault with its line."""
+    """Say whether a configuration can be run here; every fault at once."""
     with one_line():
-        from pipeline.config import load
+        from services.cli.check import load_checked
+        from services.cli.live import counted
 
-        config = load(file)
+        config = load_checked(file)
     sources = ", ".join(source.name for source in config.sources)
-    typer.echo(f"{file}: run {config.run}, {config.steps} steps, sources {sources}")
+    typer.echo(f"{file}: run {config.run}, {counted(config.steps, 'step')}, sources {sources}")
 
 
 @config_app.command("show")
@@ -306,9 +309,12 @@ def _events(
 
 @payload_app.command("show")
 def payload_show(
-    key: Annotated[
+    what: Annotated[
         str,
-        typer.Argument(help="Key of the object, as `events list --type sequence.finished --json` gives it."),
+        typer.Argument(
+            metavar="SEQUENCE|KEY",
+            help="A finished sequence, as calculator-000022-7, or the key of an object.",
+        ),
     ],
     config: ConfigFile = None,
     directory: Runs = DEFAULT_DIRECTORY,
@@ -318,7 +324,7 @@ def payload_show(
     with one_line():
         from services.cli import payload
 
-        payload.show(key, config, directory, run_name, console())
+        payload.show(what, config, directory, run_name, console())
 
 
 if __name__ == "__main__":

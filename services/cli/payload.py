@@ -1,4 +1,4 @@
-"""`packtrain payload show`: the columns of a payload object, and its text with the trained tokens highlighted."""
+"""`packtrain payload show`: the columns of a sequence's payload, and its text with the trained tokens highlighted."""
 
 from __future__ import annotations
 
@@ -14,34 +14,44 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.capture.tokenizer import PolicyTokenizer
+from pipeline.log import Log
 from pipeline.store import ObjectStore
-from pipeline.store.keys import BadKey
+from pipeline.store.keys import checked_key
 from pipeline.store.payload import read_columns, read_header
+from schemas.config import RunConfig
+from schemas.facts import SequenceFinished
+from schemas.names import sample_index, sequence_id
 from schemas.payload import ROLES, PayloadHeader
-from services.cli.embedded import LaunchError
+from services.cli.embedded import BadInput, LaunchError
 from services.cli.policy import policy_directory
-from services.cli.reach import find_run
+from services.cli.reach import broker_of, find_run
 
 Columns = dict[str, NDArray[Any]]
 LOSS_STYLE = "bold green"
 _SHOWN = ("tokens", "loss_mask", "logprobs", "policy_version", "segments")
 
 
-def show(key: str, config: Path | None, directory: Path, run: str | None, console: Console) -> None:
-    """Prints the object; every block is verified on the way. Raises StoreError, LaunchError."""
+def show(what: str, config: Path | None, directory: Path, run: str | None, console: Console) -> None:
+    """Prints the object of a key or of a finished sequence; every block is verified on the way.
+
+    Raises StoreError, BrokerUnavailable, LaunchError.
+    """
+    sequence = _sequence(what)
     found = find_run(config, directory, run)
 
     async def fetch() -> tuple[PayloadHeader, Columns]:
         store = ObjectStore.open(found.store)
+        key = what if sequence is None else await _payload_key(found, *sequence)
         header = await read_header(store, key)
         return header, await read_columns(store, header, _SHOWN)
 
     try:
         header, columns = asyncio.run(fetch())
-    except (BadKey, KeyError) as error:
+    except KeyError as error:
         raise LaunchError(str(error.args[0])) from error
     tokenizer = PolicyTokenizer.load(policy_directory(found.engine.policy))
     marks = not console.is_terminal
+    console.print(f"{header.key}, {header.bytes} bytes", markup=False, highlight=False, soft_wrap=True)
     console.print(columns_table(header))
     console.print(segments_table(columns))
     legend = (
@@ -53,17 +63,42 @@ def show(key: str, config: Path | None, directory: Path, run: str | None, consol
     console.print(text(columns, tokenizer, marks), markup=False, highlight=False, soft_wrap=True)
 
 
+def _sequence(what: str) -> tuple[str, str] | None:
+    """(source, sequence) of a sequence id; None for the key of an object. Raises BadInput on what is neither."""
+    sample, _, member = what.rpartition("-")
+    source = sample.rpartition("-")[0]
+    try:
+        if "/" in what:
+            checked_key(what)
+            return None
+        sample_index(sample, source)
+        if sequence_id(sample, int(member)) == what:
+            return source, what
+    except ValueError:  # BadKey and BadName among them
+        pass
+    raise BadInput(
+        f"{what[:140]!r} is neither a sequence, as calculator-000022-7, nor the key of an object, as runs/<run>/payloads/...; "
+        "events list --type sequence.finished shows the sequences"
+    )
+
+
+async def _payload_key(config: RunConfig, source: str, sequence: str) -> str:
+    async with broker_of(config) as broker:
+        log = await Log.connect(broker, config.run, "cli")
+        try:
+            event = await log.last(SequenceFinished.type, source, sequence)
+        finally:
+            await log.close()
+    if event is None or not isinstance(event.fact, SequenceFinished):
+        raise LaunchError(
+            f"run {config.run} has no finished sequence {sequence}; events list --id {sequence} shows what became of it"
+        )
+    return event.fact.payload.key
+
+
 def columns_table(header: PayloadHeader) -> Table:
     """Name, dtype, shape and place of every column."""
-    table = Table(
-        "column",
-        "dtype",
-        "shape",
-        "bytes",
-        "offset",
-        title=f"{header.key}, {header.bytes} bytes",
-        title_justify="left",
-    )
+    table = Table("column", "dtype", "shape", "bytes", "offset")
     for column in header.columns:
         shape = " x ".join(str(n) for n in column.shape)
         table.add_row(column.name, column.dtype, shape, str(column.bytes), str(column.offset))

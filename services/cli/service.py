@@ -11,14 +11,14 @@ from pathlib import Path
 
 from pipeline.config import load
 from schemas.config import RunConfig
-from services.cli.embedded import LaunchError
+from services.cli.embedded import BadInput
 from services.process import SERVICES, run_service
 
 
 def serve(name: str, file: Path, index: int, pool: str) -> None:
-    """Runs the service until it ends or is told to stop; raises LaunchError on a service that the run does not have."""
+    """Runs the service until it ends or is told to stop; raises BadInput on a service that the run does not have."""
     if name not in SERVICES:
-        raise LaunchError(f"no service {name!r}; services: {', '.join(SERVICES)}")
+        raise BadInput(f"no service {name!r}; services: {', '.join(SERVICES)}")
     config = load(file)
     check_place(config, name, index, pool)
     module = importlib.import_module(SERVICES[name])
@@ -38,20 +38,20 @@ def label(name: str, index: int, pool: str) -> str:
 
 
 def check_place(config: RunConfig, name: str, index: int, pool: str) -> None:
-    """Refuses an index or a pool that the configuration does not have; raises LaunchError."""
+    """Refuses an index or a pool that the configuration does not have; raises BadInput."""
     count, key = 1, "there is one"
     if name == "harness":
         found = [p for p in config.pools if p.name == pool]
         if not found:
-            raise LaunchError(
+            raise BadInput(
                 f"service harness needs --pool, one of {[p.name for p in config.pools]}; given {pool!r}"
             )
         count, key = found[0].hosts, f"pool {pool} has hosts = {found[0].hosts}"
     elif pool:
-        raise LaunchError(f"--pool {pool} is for service harness only, not for {name}")
+        raise BadInput(f"--pool {pool} is for service harness only, not for {name}")
     elif name == "agent-loop":
         count, key = config.agent_loop.hosts, f"agent_loop.hosts = {config.agent_loop.hosts}"
     elif name in ("packer", "trainer"):
         count, key = config.batch.dp, f"batch.dp = {config.batch.dp}"
     if index >= count:
-        raise LaunchError(f"service {name} --index {index} is out of range: {key}; use 0 to {count - 1}")
+        raise BadInput(f"service {name} --index {index} is out of range: {key}; use 0 to {count - 1}")

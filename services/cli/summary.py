@@ -11,7 +11,7 @@ from rich.table import Table
 from schemas.config import RunConfig
 from schemas.names import stream_name
 from services.cli.embedded import is_embedded
-from services.cli.live import number, reasons
+from services.cli.live import counted, number, reasons
 from services.dashboard import View
 
 
@@ -25,11 +25,17 @@ def size(count: float) -> str:
 
 
 def show(
-    console: Console, view: View, broker: tuple[int, int], restarts: Counter[str], config: RunConfig
+    console: Console,
+    view: View,
+    broker: tuple[int, int],
+    restarts: Counter[str],
+    config: RunConfig,
+    resumed: bool,
 ) -> None:
-    """Prints everything that is told when a run has ended. `broker` is (messages, bytes) of the run's stream."""
+    """Prints everything that is told when a run has ended. `broker` is (messages, bytes) of the run's stream; `resumed`
+    whether the run had been interrupted."""
     console.print(steps(view))
-    for line in (*evaluations(view), *totals(view, broker, restarts), *paths(config)):
+    for line in (*evaluations(view), *totals(view, broker, restarts, resumed), *paths(config)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -78,19 +84,15 @@ def evaluations(view: View) -> list[str]:
     for source in view.sources.values():
         if source.evaluate:
             before, after = source.before, source.after
-            told = (
-                f"before {number(before.value if before else None)} ({before.count if before else 0} tasks)"
-            )
+            told = f"before {number(before.value if before else None)} ({counted(before.count if before else 0, 'task')})"
             if after is not None:
-                told += (
-                    f", after {number(after[1].value)} ({after[1].count} tasks, policy version {after[0]})"
-                )
+                told += f", after {number(after[1].value)} ({counted(after[1].count, 'task')}, policy version {after[0]})"
             lines.append(f"held out, {source.name}: mean reward {told}")
     return lines
 
 
-def totals(view: View, broker: tuple[int, int], restarts: Counter[str]) -> list[str]:
-    """What the run cost."""
+def totals(view: View, broker: tuple[int, int], restarts: Counter[str], resumed: bool) -> list[str]:
+    """What the run cost. Time and rate are of wall time since `run.started`: the log does not tell when nobody worked."""
     messages, through = broker
     written = ", ".join(f"{kind} {size(count)}" for kind, count in sorted(view.written.items()))
     seconds = view.seconds()
@@ -99,7 +101,8 @@ def totals(view: View, broker: tuple[int, int], restarts: Counter[str]) -> list[
     failed = sum(source.failed for source in view.sources.values())
     restarted = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()) if count)
     lines = [
-        f"{view.trained_steps} steps in {seconds:.1f} s; {finished} sequences finished, {failed} failed; "
+        f"{counted(view.trained_steps, 'step')} in {seconds:.1f} s{' since the run began, interruptions included' if resumed else ''}; "
+        f"{counted(finished, 'sequence')} finished, {failed} failed; "
         f"{view.generated:,} tokens sampled ({rate:,.0f}/s)",
         f"through the broker: {messages:,} events, {size(through)}",
         f"through the store: {size(sum(view.written.values()))} written ({written}), {size(view.fetched)} fetched by packers",

@@ -45,13 +45,13 @@ def left_running(directory: Path) -> list[str]:
     return found
 
 
-def refused(directory: Path, *arguments: str) -> str:
-    """Runs packtrain, which must fail with one line; the line."""
+def refused(directory: Path, *arguments: str, status: int = 1) -> str:
+    """Runs packtrain, which must fail with this status and one line; the line."""
     command = [*PACKTRAIN, *arguments, "--directory", str(directory)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=90, cwd="/", preexec_fn=obey_permissions
     )
-    assert done.returncode not in (0, None), done.stdout
+    assert done.returncode == status, done.stdout + done.stderr
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("packtrain: ")
@@ -135,7 +135,13 @@ def test_a_wrong_token(tmp_path: Path, policy: Path, broker: Broker) -> None:
 
 def test_a_token_in_the_url(tmp_path: Path, policy: Path) -> None:
     line = refused(
-        tmp_path / "run", "demo", "--policy", str(policy), "--nats", "nats://s3cret@127.0.0.1:4222"
+        tmp_path / "run",
+        "demo",
+        "--policy",
+        str(policy),
+        "--nats",
+        "nats://s3cret@127.0.0.1:4222",
+        status=2,
     )
     assert "--nats: broker.url: a URL may hold no credentials" in line
     assert "s3cret" not in line
@@ -143,8 +149,8 @@ def test_a_token_in_the_url(tmp_path: Path, policy: Path) -> None:
 
 @pytest.mark.parametrize("url", ["nats://", "nats://127.0.0.1:99999", "127.0.0.1:4222"])
 def test_what_is_no_address_of_a_broker(tmp_path: Path, policy: Path, url: str) -> None:
-    line = refused(tmp_path / "run", "demo", "--policy", str(policy), "--nats", url)
-    assert f"broker.url {url!r} is not nats://host:port" in line
+    line = refused(tmp_path / "run", "demo", "--policy", str(policy), "--nats", url, status=2)
+    assert f"--nats: broker.url {url!r} is not nats://host:port" in line
 
 
 def test_replicas_that_the_broker_does_not_have(
@@ -166,11 +172,26 @@ def test_a_broker_that_is_not_there(tmp_path: Path, policy: Path, closed_port: i
 
 def test_a_missing_policy(tmp_path: Path, policy: Path) -> None:
     (policy / "model.safetensors").unlink()
-    line = refused(tmp_path / "run", "demo", "--policy", str(policy))
-    assert f"{policy} has no model.safetensors" in line
+    line = refused(tmp_path / "run", "demo", "--policy", str(policy), status=2)
+    assert f"--policy: policy {str(policy)!r}: {policy} has no model.safetensors" in line
     assert "is not a directory; name tiny" in refused(
-        tmp_path / "run", "demo", "--policy", str(tmp_path / "absent")
+        tmp_path / "run", "demo", "--policy", str(tmp_path / "absent"), status=2
     )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('kind = "arithmetic"', 'kind = "chess"', "environment.kind 'chess' is neither one of"),
+        ('harness = "tool"', 'harness = "no_such:Thing"', "harness 'no_such:Thing' cannot be imported"),
+    ],
+)
+def test_what_is_named_but_not_there(tmp_path: Path, old: str, new: str, said: str) -> None:
+    """Refused before the directory is touched."""
+    file = with_section(tmp_path, old, new)
+    number = next(i for i, line in enumerate(Path(file).read_text().splitlines(), 1) if line == new)
+    assert f"{file}:{number}: {said}" in refused(tmp_path / "run", "run", file, status=2)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_engine_that_is_down(tmp_path: Path, policy: Path, closed_port: int) -> None:
@@ -181,7 +202,7 @@ def test_an_engine_that_is_down(tmp_path: Path, policy: Path, closed_port: int) 
 
 def test_an_engine_whose_port_is_none(tmp_path: Path, policy: Path) -> None:
     file = with_section(tmp_path, "[engine]", '[engine]\nurl = "http://127.0.0.1:99999"')
-    line = refused(tmp_path / "run", "run", file, "--policy", str(policy))
+    line = refused(tmp_path / "run", "run", file, "--policy", str(policy), status=2)
     assert "engine.url 'http://127.0.0.1:99999' is not http://host:port" in line
 
 
@@ -202,7 +223,7 @@ def test_an_engine_that_is_not_healthy(tmp_path: Path, policy: Path) -> None:
 
 
 def test_a_store_that_cannot_be_used(tmp_path: Path, policy: Path) -> None:
-    line = refused(tmp_path / "run", "demo", "--policy", str(policy), "--store", "ftp://host/path")
+    line = refused(tmp_path / "run", "demo", "--policy", str(policy), "--store", "ftp://host/path", status=2)
     assert "neither file:///path nor s3://bucket/prefix" in line
 
 
@@ -228,4 +249,4 @@ def test_a_policy_that_no_process_can_load_is_given_up_with_the_log_that_says_wh
 
 
 def test_a_wrong_option_is_named(tmp_path: Path) -> None:
-    assert "--steps: steps = 0" in refused(tmp_path / "run", "demo", "--steps", "0")
+    assert "--steps: steps = 0" in refused(tmp_path / "run", "demo", "--steps", "0", status=2)

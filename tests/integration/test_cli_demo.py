@@ -74,7 +74,9 @@ def test_a_run_is_interrupted_refused_resumed_and_finished_and_the_next_one_is_a
     lines = process.stdout
     until(lambda: "batch yielded" in lines.readline(), "the first batch")
     process.send_signal(signal.SIGINT)
-    assert "run demo is unfinished" in finish(process, 130)
+    out = finish(process, 130)
+    assert "stopping ..." in out.splitlines()
+    assert "run demo is unfinished" in out
     assert running(pids) == []
     before = len(events(tmp_path, "demo"))
 
@@ -83,7 +85,9 @@ def test_a_run_is_interrupted_refused_resumed_and_finished_and_the_next_one_is_a
 
     out = finish(start(tmp_path), 0)
     assert "run demo is unfinished; it goes on where it stopped" in out
-    assert "2 steps in" in out
+    assert "interruptions included" in next(
+        line for line in out.splitlines() if line.startswith("2 steps in")
+    )
     log = events(tmp_path, "demo")
     kinds = [event["type"] for event in log]
     assert len(log) > before

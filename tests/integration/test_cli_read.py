@@ -19,7 +19,15 @@ from pipeline.store import ObjectStore
 from pipeline.store.payload import write_payload
 from schemas.config import Broker, RunConfig
 from schemas.config import Store as StoreConfig
-from schemas.facts import Failure, RunStarted, RunStopped, SequenceDispatched, SequenceFailed
+from schemas.facts import (
+    Failure,
+    RunStarted,
+    RunStopped,
+    SequenceDispatched,
+    SequenceFailed,
+    SequenceFinished,
+)
+from schemas.payload import PayloadHeader
 from services.cli.embedded import broker_member, free_port
 from services.cli.policy import policy_directory
 from services.cli.supervise import Supervisor, Unit
@@ -152,8 +160,43 @@ async def test_what_cannot_be_shown_is_refused(
     tmp_path: Path, broker: Broker, run_name: str, arguments: tuple[str, ...], said: str
 ) -> None:
     recorded(tmp_path, run_name, broker)
-    errors = {"a b": 2}.get(arguments[1], 1)
+    errors = 1 if arguments[0] == "--run" else 2
     assert said in packtrain("events", "list", "--directory", str(tmp_path), *arguments, status=errors)
+
+
+async def test_a_source_that_matches_nothing_is_told_with_what_there_is(
+    tmp_path: Path, log: Log, broker: Broker
+) -> None:
+    recorded(tmp_path, log.run, broker)
+    await fill(log)
+    command = [*PACKTRAIN, "events", "list", "--directory", str(tmp_path), "--source", "harness-chat-0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=True)
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "packtrain: no event of --source harness-chat-0; seen: arithmetic, calculator"
+    ]
+
+
+async def test_the_documented_consumer_runs_as_it_stands(tmp_path: Path, log: Log, broker: Broker) -> None:
+    recorded(tmp_path / ".packtrain", log.run, broker)
+    await log.publish(
+        SequenceFinished(
+            source="arithmetic", sample="arithmetic-000000", sequence="arithmetic-000000-0", attempt=1, reward=0.5,
+            termination="completed", turns=1, contexts=(), payload=PayloadHeader(key="k", bytes=1, columns=()),
+        )
+    )  # fmt: skip
+    page = (DEMO.parents[1] / "docs" / "events.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    assert "/runs/demo/" in program
+    consumer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program.replace("/runs/demo/", f"/runs/{log.run}/"), cwd=tmp_path, stdout=asyncio.subprocess.PIPE
+    )  # fmt: skip
+    try:
+        assert consumer.stdout is not None
+        assert await asyncio.wait_for(consumer.stdout.readline(), 30) == b"1 arithmetic-000000-0 0.5\n"
+    finally:
+        consumer.kill()
+        await consumer.wait()
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -161,8 +204,9 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 async def test_payload_show_marks_exactly_the_tokens_with_loss(
-    tmp_path: Path, broker: Broker, run_name: str
+    tmp_path: Path, log: Log, broker: Broker
 ) -> None:
+    run_name = log.run
     config = recorded(tmp_path, run_name, broker)
     tokenizer = PolicyTokenizer.load(policy_directory("tiny"))
     prompt, answer = tokenizer.encode("what is 1 + 2?\x1b[31m"), tokenizer.encode("3")
@@ -176,8 +220,18 @@ async def test_payload_show_marks_exactly_the_tokens_with_loss(
         "segments": np.array([[0, len(prompt), 1, 0, 0], [len(prompt), len(tokens), 2, 3, 0]], np.int32),
     }
     key = f"runs/{run_name}/payloads/arithmetic/arithmetic-000000-0-a1.safetensors"
-    await write_payload(ObjectStore.open(config.store), key, columns)
+    header = await write_payload(ObjectStore.open(config.store), key, columns)
+    await log.publish(
+        SequenceFinished(
+            source="arithmetic", sample="arithmetic-000000", sequence="arithmetic-000000-0", attempt=1, reward=1 / 3,
+            termination="completed", turns=1, contexts=(), payload=header,
+        )
+    )  # fmt: skip
     shown = packtrain("payload", "show", key, "--directory", str(tmp_path))
+    assert shown.splitlines()[0] == f"{key}, {header.bytes} bytes"
+    assert packtrain("payload", "show", "arithmetic-000000-0", "--directory", str(tmp_path)) == shown
+    assert "reward=0.333333 " in packtrain("events", "list", "--directory", str(tmp_path))
+    assert f'"reward": {1 / 3!r}' in packtrain("events", "list", "--json", "--directory", str(tmp_path))
     assert "what is 1 + 2?\\x1b[31m[[3]]" in shown
     assert "assistant" in shown
     assert "3..3" in shown
@@ -188,14 +242,22 @@ async def test_payload_show_marks_exactly_the_tokens_with_loss(
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("runs/x/none", "no object runs/x/none"), ("../../etc/passwd", "is not a relative path")],
+    [
+        ("runs/x/none", "no object runs/x/none"),
+        ("arithmetic-000000-0", "has no finished sequence arithmetic-000000-0"),
+        ("../../etc/passwd", "is neither a sequence"),
+        ("arithmetic-0-0", "is neither a sequence"),
+        ("x", "is neither a sequence"),
+    ],
 )
 async def test_a_payload_that_is_not_there_is_one_line(
-    tmp_path: Path, broker: Broker, run_name: str, key: str, said: str
+    tmp_path: Path, log: Log, broker: Broker, key: str, said: str
 ) -> None:
-    recorded(tmp_path, run_name, broker)
-    told = packtrain("payload", "show", key, "--directory", str(tmp_path), status=1)
+    recorded(tmp_path, log.run, broker)
+    wrong = said.startswith("is neither")
+    told = packtrain("payload", "show", key, "--directory", str(tmp_path), status=2 if wrong else 1)
     assert said in told
+    assert "schemas.keys" not in told
     assert len(told.splitlines()) == 1
 
 
@@ -220,7 +282,9 @@ def test_config_show_is_complete_and_check_tells_every_fault(tmp_path: Path) -> 
     again.write_text(packtrain("config", "show", str(DEMO)))
     assert load(again) == load(DEMO)
     assert "run demo, 5 steps, sources arithmetic, calculator" in packtrain("config", "check", str(again))
-    again.write_text(again.read_text().replace("steps = 5", "steps = 0\nwrong = 1"))
+    again.write_text(again.read_text().replace("steps = 5", "steps = 1"))
+    assert "run demo, 1 step, sources" in packtrain("config", "check", str(again))
+    again.write_text(again.read_text().replace("steps = 1\n", "steps = 0\nwrong = 1\n"))
     assert len(packtrain("config", "check", str(again), status=2).splitlines()) == 2
     assert json.loads(packtrain("config", "schema"))["title"] == "RunConfig"
 

@@ -24,6 +24,7 @@ from schemas.facts import (
     SampleRejected,
     SequenceDispatched,
     SequenceFinished,
+    SequenceOpened,
     SourceShare,
     StepTrained,
     WindowPacked,
@@ -235,15 +236,44 @@ def test_the_final_table_and_the_live_view_show_the_figures() -> None:
     )  # fmt: skip
     console = Console(width=140, record=True, file=None, quiet=False, force_terminal=False)
     with console.capture() as capture:
-        summary.show(console, view, (14, 2048), Counter(trainer=2), LEARN)
+        summary.show(console, view, (14, 2048), Counter(trainer=2), LEARN, resumed=False)
         console.print(render(view, Counter(trainer=2), START))
     text = capture.get()
     for shown in (
-        "arithmetic", "1: all_zero 1", "0.2500", "before 0.250 (1 tasks), after 0.750 (1 tasks, policy version 1)",
-        "14 events, 2.0 KiB", "payloads 1000 B", "restarted: trainer 2", "stream RL_learn", "step 1/40",
+        "arithmetic", "1: all_zero 1", "0.2500", "before 0.250 (1 task), after 0.750 (1 task, policy version 1)",
+        "1 step in 12.0 s; 1 sequence finished, 0 failed", "14 events, 2.0 KiB", "payloads 1000 B", "restarted: trainer 2", "stream RL_learn", "step 1/40",
     ):  # fmt: skip
         assert shown in text, text
     assert progress_line(view, START).startswith("step 1/40: arithmetic 0/8 ready 0 in flight")
+
+
+def test_the_time_of_a_run_that_was_interrupted_says_so() -> None:
+    view = folded(STARTED, yielded(1, 1), trained(1))
+    (first, *_) = summary.totals(view, (3, 100), Counter(), resumed=True)
+    assert first.startswith(
+        "1 step in 2.0 s since the run began, interruptions included; 0 sequences finished"
+    )
+
+
+def test_until_a_sequence_ends_the_view_says_what_the_run_waits_for() -> None:
+    opened = SequenceOpened(
+        source="arithmetic", sample="arithmetic-000000", sequence="arithmetic-000000-0", attempt=1, pool="chat",
+        task_index=0, host="host", base_url="http://127.0.0.1:1", session="s", budget_s=1.0,
+    )  # fmt: skip
+    flow: list[Fact] = [STARTED]
+    for fact, said in (
+        (dispatched("arithmetic", 0), "no sequence is dispatched yet"),
+        (opened, "no agent-loop host has opened a sequence yet"),
+        (finished("arithmetic", 0), "waiting for the first sequence to finish"),
+    ):
+        view = folded(*flow)
+        console = Console(width=140)
+        with console.capture() as capture:
+            console.print(render(view, Counter(), START))
+        assert said in capture.get()
+        assert said in progress_line(view, START)
+        flow.append(fact)
+    assert progress_line(folded(*flow), START).endswith("tokens/s")
 
 
 @given(

@@ -10,6 +10,7 @@ import pytest
 from pipeline.config import Override, dumps, load
 from schemas.config import Broker, RunConfig
 from services.cli.embedded import (
+    BadInput,
     LaunchError,
     free_port,
     port_problem,
@@ -151,7 +152,7 @@ def test_every_service_gets_its_processes_and_the_ranks_are_one_unit() -> None:
     ],
 )
 def test_a_place_that_the_run_does_not_have_is_refused(name: str, index: int, pool: str, said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
+    with pytest.raises(BadInput, match=said):
         check_place(CONFIG, name, index, pool)
 
 

@@ -1,0 +1,155 @@
+"""What a configuration names must be there: harnesses, environments, graders, a policy, addresses.
+
+Promises:
+- nothing is started, listened on or written, and no heavy package is imported;
+- other people's code, `module:name`, is imported in a process of its own (`services.cli.plugins`), as a host would
+  import it, never in this one;
+- all faults are told at once, each with its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from pipeline.config import ConfigError, Override, load, place
+from pipeline.harnesses import base as harnesses
+from pipeline.harnesses.environments import base as environments
+from pipeline.log.connection import BrokerUnavailable, check_address
+from pipeline.store import ObjectStore, StoreError
+from schemas.config import Environment, RunConfig
+from schemas.config import Store as StoreConfig
+from services.cli.embedded import BadInput, host_and_port
+from services.cli.plugins import Asked, refused
+from services.cli.policy import check_policy
+
+Place = tuple[int | str, ...]
+_PACKAGES = {"chat": "openai", "tool": "openai", "arithmetic": "reasoning_gym"}
+"""What built-in harnesses and environments import when they are made, too heavy to try here."""
+_PLUGINS_S = 120.0
+
+
+def load_checked(file: Path, overrides: Sequence[Override] = ()) -> RunConfig:
+    """The configuration of a run that can be tried on this machine; raises ConfigError with every fault."""
+    config = load(file, overrides)
+    found = faults(config)
+    if found:
+        raise ConfigError([f"{place(file, path, overrides)}: {what}" for path, what in found])
+    return config
+
+
+def faults(config: RunConfig) -> list[tuple[Place, str]]:
+    """(path of the key, what is wrong with its value and the remedy) of everything that is not there."""
+    found: list[tuple[Place, str]] = []
+    asked: list[tuple[Place, Asked]] = []
+
+    def need(path: Place, check: Callable[..., object], *arguments: Any) -> None:
+        try:
+            check(*arguments)
+        except (BadInput, StoreError, harnesses.UnknownHarness, environments.UnknownEnvironment) as error:
+            found.append((path, str(error)))
+
+    need(("broker", "url"), check_broker_url, config.broker.url)
+    need(("engine", "url"), check_engine_url, config.engine.url)
+    need(("engine", "policy"), check_policy, config.engine.policy, Path(config.directory))
+    need(("store", "url"), _check_store, config.store)
+    if config.trainer.rendezvous:
+        need(("trainer", "rendezvous"), host_and_port, config.trainer.rendezvous, "trainer.rendezvous")
+    for i, pool in enumerate(config.pools):
+        if ":" in pool.harness:
+            asked.append((("pools", i, "harness"), Asked("harness", pool.harness)))
+        else:
+            need(("pools", i, "harness"), _check_harness, pool.harness)
+    for i, source in enumerate(config.sources):
+        kind = ("sources", i, "environment", "kind")
+        if ":" in source.environment.kind:
+            given = source.environment.model_dump(mode="json")
+            asked.append((kind, Asked("environment", source.environment.kind, given)))
+        else:
+            need(kind, _check_environment, source.environment)
+        if ":" in source.grader:
+            asked.append((("sources", i, "grader"), Asked("grader", source.grader)))
+        elif source.grader != "none":
+            found.append(
+                (("sources", i, "grader"), f"grader {source.grader!r} is neither none nor module:function")
+            )
+    answers = _tried([what for _, what in asked])
+    return found + [(path, said) for (path, _), said in zip(asked, answers, strict=True) if said]
+
+
+def check_broker_url(url: str) -> None:
+    """Refuses what is no address of a NATS server; raises BadInput."""
+    try:
+        if url:
+            check_address(url)
+    except BrokerUnavailable as error:
+        raise BadInput(str(error)) from error
+
+
+def check_engine_url(url: str) -> None:
+    """Refuses what is no address of an engine; raises BadInput."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port over 65,535, or none at all
+        good = False
+    if url and not good:
+        raise BadInput(f"engine.url {url!r} is not http://host:port")
+
+
+def _check_store(store: StoreConfig) -> None:
+    # Opening a directory makes it; opening a bucket contacts nobody.
+    if store.url and not store.url.startswith(("file:///", "file://localhost/")):
+        ObjectStore.open(store)
+
+
+def _check_harness(name: str) -> None:
+    if name not in harnesses.BUILT_IN:
+        harnesses.resolve(name)
+    _check_package(f"harness {name!r}", _PACKAGES.get(name))
+
+
+def _check_environment(environment: Environment) -> None:
+    kind = environment.kind
+    if kind not in environments.BUILT_IN:
+        environments.make_environment(environment)
+    _check_package(f"environment.kind {kind!r}", _PACKAGES.get(kind))
+    options = importlib.import_module(environments.BUILT_IN[kind].partition(":")[0]).Options
+    try:
+        options.model_validate(environment.options)
+    except ValidationError as error:
+        raise BadInput(refused(f"environment.kind {kind!r}", error)) from error
+
+
+def _check_package(what: str, package: str | None) -> None:
+    if package is not None and find_spec(package) is None:
+        raise BadInput(
+            f"{what} needs the package {package}, not installed here: pip install 'packtrain[harnesses]'"
+        )
+
+
+def _tried(asked: Sequence[Asked]) -> list[str | None]:
+    """What is wrong with each, None for what is well."""
+    if not asked:
+        return []
+    command = [sys.executable, "-P", "-m", "services.cli.plugins"]
+    question = json.dumps([what.__dict__ for what in asked])
+    try:
+        done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=_PLUGINS_S)
+    except subprocess.TimeoutExpired:
+        return [f"{what.kind} {what.name!r} is not imported within {_PLUGINS_S:.0f} s" for what in asked]
+    if done.returncode == 0:
+        return json.loads(done.stdout)
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return [
+        f"{what.kind} {what.name!r} ends its process with status {done.returncode}: {last}" for what in asked
+    ]

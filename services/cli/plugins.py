@@ -1,0 +1,78 @@
+"""Makes what a configuration names as `module:name`, as a host would, and says what came of it.
+
+A program of its own, run by `services.cli.check`: importing other people's code may start threads, print, or end the
+process. It reads a JSON list of `Asked` from stdin and writes one answer each: null, or what is wrong in one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.harnesses.base import UnknownHarness, resolve
+from pipeline.harnesses.environments.base import UnknownEnvironment, make_environment
+from schemas.config import Environment
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`kind` is harness, environment or grader; `settings` is an environment's section."""
+
+    kind: str
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def problem(asked: Asked) -> str | None:
+    """What is wrong with it, in one line; None when nothing is."""
+    try:
+        match asked.kind:
+            case "harness":
+                resolve(asked.name)
+            case "environment":
+                make_environment(Environment.model_validate(asked.settings))
+            case _:
+                module, _, function = asked.name.partition(":")
+                if not callable(getattr(importlib.import_module(module), function)):
+                    return f"grader {asked.name!r} is not callable; give none, or module:function"
+    except (UnknownHarness, UnknownEnvironment) as error:
+        return _line(str(error))
+    except ValidationError as error:
+        return refused(f"{asked.kind} {asked.name!r}", error)
+    # Whatever it raises, a host would die of it.
+    except (Exception, SystemExit) as error:
+        return _line(f"{asked.kind} {asked.name!r} cannot be used: {type(error).__name__}: {error}")
+    return None
+
+
+def refused(what: str, error: ValidationError) -> str:
+    """A model's faults in one line: `environment.kind 'calculator' refuses options low: ...`."""
+    said = "; ".join(
+        f"{'.'.join(map(str, one['loc']))}: {one['msg']}" if one["loc"] else one["msg"]
+        for one in error.errors(include_url=False, include_context=False)
+    )
+    return _line(f"{what} refuses its options: {said}")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:1000]
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a module prints is no answer
+    asked = [Asked(**one) for one in json.load(sys.stdin)]
+    json.dump([problem(one) for one in asked], answers)
+    answers.flush()
+    os._exit(0)  # a module's threads do not keep us
+
+
+if __name__ == "__main__":
+    main()
