@@ -109,10 +109,10 @@ def test_a_run_is_interrupted_refused_resumed_and_finished_and_the_next_one_is_a
 def test_secrets_are_in_private_files_and_nowhere_else(tmp_path: Path) -> None:
     process = start(tmp_path)
     until(lambda: len(record(tmp_path, "demo")["pids"]) == 12, "broker and services run")
-    secrets = [
-        path.read_text().strip() for path in (tmp_path / "secrets").iterdir() if path.name != "nats.conf"
-    ]
-    assert len(secrets) == 2
+    files = sorted(path for path in (tmp_path / "secrets").iterdir() if path.name != "nats.conf")
+    assert [path.name for path in files] == ["broker-token", "engine-token-demo", "run-key-demo"]
+    secrets = [path.read_text().strip() for path in files]
+    assert len(set(secrets)) == 3
     for pid in record(tmp_path, "demo")["pids"].values():
         for place in ("cmdline", "environ"):
             text = Path(f"/proc/{pid}/{place}").read_text(errors="replace")
