@@ -333,3 +333,52 @@ def test_dispatch_follows_demand_and_rejections_are_refilled() -> None:
         tell(SampleShaped(source="math", sample="math-000000", estimator="grpo", advantages=(1.0, -1.0)))
         == []
     )
+
+
+def test_a_group_left_behind_by_a_batch_and_too_old_for_the_next_is_rejected_then() -> None:
+    """Two groups too many wait at step 1; with staleness 0 they are too old for step 2, and are not kept for ever."""
+    source = {
+        "pool": "p",
+        "groups": 1,
+        "group_size": 2,
+        "environment": {"kind": "arithmetic"},
+        "staleness": 0,
+    }
+    run_config = config(sources=[{"name": "math", **source}, {"name": "code", **source}])
+    sampler, seq = SamplerCore("r"), 0
+
+    def tell(fact: Fact) -> list[Fact]:
+        nonlocal seq
+        seq += 1
+        sampler.fold(event(fact, seq))
+        return [decision.fact for decision in sampler.decide(event(fact, seq))]
+
+    def shaped(name: str) -> list[Fact]:
+        source_name = name.rpartition("-")[0]
+        for member in range(2):
+            sequence = f"{name}-{member}"
+            tell(
+                SequenceDispatched(
+                    source=source_name,
+                    sample=name,
+                    sequence=sequence,
+                    member=member,
+                    group_size=2,
+                    pool="p",
+                    task_index=0,
+                )
+            )
+            tell(finished(sequence, float(member)))
+        tell(SampleGraded(source=source_name, sample=name, grader="none", rewards=(0.0, 1.0)))
+        return tell(SampleShaped(source=source_name, sample=name, estimator="grpo", advantages=(-0.7, 0.7)))
+
+    tell(RunStarted(run="r", config=run_config.decisions()))
+    for name in ("math-000000", "math-000001", "math-000002"):
+        assert shaped(name) == []
+    (yielded,) = shaped("code-000000")
+    assert isinstance(yielded, BatchYielded)
+    decided = tell(yielded)
+    assert {(f.sample, f.reason) for f in decided if isinstance(f, SampleRejected)} == {
+        ("math-000001", "stale"),
+        ("math-000002", "stale"),
+    }
