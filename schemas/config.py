@@ -20,6 +20,9 @@ MAX_DECISIONS = MAX_BODY - 1024
 """Bytes of `RunConfig.decisions()` as JSON: it enters the log in one `run.started`."""
 
 
+_SHORTEST_AGE_S = 3600.0
+
+
 def _without_credentials(url: str) -> str:
     if "@" in url:
         # The value is not shown: the message goes to logs.
@@ -42,6 +45,25 @@ class Broker(Section):
     replicas: Literal[1, 3, 5] = Field(
         default=1, description="replicas of the run's stream; 3 needs a cluster"
     )
+    max_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="size of the run's stream, at most; 0: no limit. A full stream takes no more events, and the run waits",
+    )
+    max_age_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds after which events are forgotten; 0: never. Must be longer than a run: what is forgotten cannot be refolded",
+    )
+
+    @field_validator("max_age_s")
+    @classmethod
+    def _long(cls, value: float) -> float:
+        if 0 < value < _SHORTEST_AGE_S:
+            raise ValueError(
+                f"{value:g} seconds is shorter than any run; use at least {_SHORTEST_AGE_S:g}, or 0"
+            )
+        return value
 
     _url = field_validator("url")(_without_credentials)
 

@@ -2,25 +2,32 @@
 
 Promises:
 - `decode(encode(event))` is the same event;
+- bodies of older versions are read as today's (`schemas.upcasters`);
 - `decode` never raises: a message is an `Event`, an `Unknown` (a type or a newer version that this code does not
-  know: skip and count it) or `Invalid` (dead-letter it with its reason).
+  know: skip and count it) or `Invalid` (dead-letter it with its reason);
+- a fact that was not published by compare-and-set is `Invalid`: a second copy of a fact never counts twice.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import cast
 
 import orjson
 from pydantic import ValidationError
 
 from schemas.facts import FACTS, MAX_BODY, Fact
 from schemas.names import BadName, Subject
+from schemas.upcasters import Body, upcast
 
 CLOUDEVENTS = "1.0"
+EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
+"""The broker stores a message with this header only if the number is that of the subject's last message, and keeps the
+header: so a message that carries it was checked, and one that does not may be a duplicate."""
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CONTENT_TYPE = "application/json"
 
@@ -61,12 +68,18 @@ class Invalid:
     seq: int
 
 
+def _event_id() -> str:
+    """A random UUID, version 4, in hex: `uuid.uuid4().hex` in a third of its time, for every event that is published."""
+    bits = int.from_bytes(os.urandom(16)) & ~(0xF << 76 | 0x3 << 62)
+    return f"{bits | 4 << 76 | 2 << 62:032x}"
+
+
 def new_event(fact: Fact, producer: str, cause: Event | None = None, traceparent: str | None = None) -> Event:
     """A fresh event with a random id, caused by `cause`, whose trace it joins unless one is given."""
     inherited = cause.traceparent if cause is not None else None
     return Event(
         fact=fact,
-        id=uuid.uuid4().hex,
+        id=_event_id(),
         time=datetime.now(UTC),
         producer=producer,
         causation=cause.id if cause is not None else None,
@@ -101,6 +114,7 @@ def encode(event: Event, run: str) -> Message:
         "ce-time": event.time.isoformat(),
         "ce-subject": event.fact.id(),
         "ce-typeversion": str(event.fact.version),
+        EXPECTED_LAST: "0",
     }
     if event.causation is not None:
         headers["ce-causationid"] = event.causation
@@ -116,33 +130,38 @@ def decode(
 ) -> Event | Unknown | Invalid:
     """The event in a message of the log; see the module's promises."""
     head = headers or {}
-    type_, version = head.get("ce-type", ""), head.get("ce-typeversion", "")
-    if head.get("ce-specversion") != CLOUDEVENTS or not type_ or not head.get("ce-id"):
+    type_, version, id_ = head.get("ce-type", ""), head.get("ce-typeversion", ""), head.get("ce-id")
+    if head.get("ce-specversion") != CLOUDEVENTS or not type_ or not id_:
         return Invalid(subject, "headers are not CloudEvents 1.0 in binary mode", seq)
-    try:
-        named = Subject.parse(subject)
-    except BadName as error:
-        return Invalid(subject, str(error), seq)
-    if type_ != f"{named.entity}.{named.fact}" or not _VERSION.fullmatch(version):
-        return Invalid(
-            subject, f"type {type_[:200]!r} version {version[:20]!r} belongs on no such subject", seq
-        )
     model = FACTS.get(type_)
-    if model is None or int(version) > model.version:
-        return Unknown(type_, version, seq)
+    if not _VERSION.fullmatch(version) or model is None or int(version) > model.version:
+        return _foreign(subject, type_, version, seq)
+    if not head.get(EXPECTED_LAST, "").isdecimal():
+        return Invalid(
+            subject,
+            f"{type_} was published without {EXPECTED_LAST}: it may be the second of its kind; publish facts by compare-and-set",
+            seq,
+        )
     try:
-        fact = model.model_validate_json(body)
+        if int(version) < model.version:
+            older = orjson.loads(body)
+            if not isinstance(older, dict):
+                raise TypeError("the body is no JSON object")
+            fact = model.model_validate(upcast(type_, int(version), model.version, cast("Body", older)))
+        else:
+            fact = model.model_validate_json(body)
         time = datetime.fromisoformat(head.get("ce-time", ""))
-        expected = fact.subject(named.run)
-    except (ValidationError, BadName, ValueError) as error:
+        # The run is the stream's; what the subject must be follows from it and from the fact.
+        expected = fact.subject(subject.split(".", 2)[1]).text
+    except (ValidationError, TypeError, ValueError, IndexError) as error:
         return Invalid(subject, f"{type_} does not validate: {error}"[:2000], seq)
     if time.tzinfo is None:
         return Invalid(subject, f"{type_}: ce-time {head['ce-time'][:40]!r} has no time zone", seq)
-    if named != expected:
-        return Invalid(subject, f"{type_} belongs on {expected.text}", seq)
+    if subject != expected:
+        return Invalid(subject, f"{type_} belongs on {expected}", seq)
     return Event(
         fact=fact,
-        id=head["ce-id"],
+        id=id_,
         time=time,
         producer=head.get("ce-source", ""),
         causation=head.get("ce-causationid"),
@@ -152,6 +171,29 @@ def decode(
     )
 
 
+def _foreign(subject: str, type_: str, version: str, seq: int) -> Unknown | Invalid:
+    """A message of a type or version that is not ours: unknown if it is well-formed."""
+    try:
+        named = Subject.parse(subject)
+    except BadName as error:
+        return Invalid(subject, str(error), seq)
+    if type_ != f"{named.entity}.{named.fact}" or not _VERSION.fullmatch(version):
+        return Invalid(
+            subject, f"type {type_[:200]!r} version {version[:20]!r} belongs on no such subject", seq
+        )
+    return Unknown(type_, version, seq)
+
+
 def at(event: Event, seq: int) -> Event:
     """The same event with its place in the log."""
-    return replace(event, seq=seq)
+    # By name: `dataclasses.replace` takes three times as long, and this is done for every event that is published.
+    return Event(
+        fact=event.fact,
+        id=event.id,
+        time=event.time,
+        producer=event.producer,
+        causation=event.causation,
+        correlation=event.correlation,
+        traceparent=event.traceparent,
+        seq=seq,
+    )

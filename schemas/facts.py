@@ -19,6 +19,9 @@ from schemas.payload import ContextMeta, Frozen, PayloadHeader, Ref
 MAX_BODY = 64 * 1024
 ALL = "all"
 """Scope of facts that belong to no single source, pool or host."""
+RULES = 1
+"""Version of the decision rules: raised when a core decides otherwise on the same events, so that a recorded run names
+the rules that made it."""
 MAX_REWARD = 1e9
 Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 """Bounded, so that no mean of a group's rewards overflows."""
@@ -49,10 +52,12 @@ class RunStarted(Fact):
     """A run begins. Carries the configuration that decisions depend on, so that a refold needs nothing else."""
 
     type: ClassVar[str] = "run.started"
-    run: Name
+    version: ClassVar[int] = 2
+    run: Name = Field(description="run id, the same as in the subject and the stream's name")
     config: dict[str, Any] = Field(
         description="the decision part of the configuration, as `RunConfig.decisions()` gives it"
     )
+    rules: int = Field(default=RULES, ge=1, description="version of the decision rules that make the run")
 
     def id(self) -> str:
         return self.run
@@ -62,8 +67,10 @@ class RunStopped(Fact):
     """A run has ended: nothing more is dispatched, hosts may go."""
 
     type: ClassVar[str] = "run.stopped"
-    run: Name
-    reason: Literal["completed", "cancelled"]
+    run: Name = Field(description="run id, the same as in the subject and the stream's name")
+    reason: Literal["completed", "cancelled"] = Field(
+        description="completed: every step was trained; cancelled: a person ended it before"
+    )
     steps: int = Field(ge=0, description="optimizer steps taken")
 
     def id(self) -> str:
@@ -71,9 +78,11 @@ class RunStopped(Fact):
 
 
 class _SequenceFact(Fact):
-    source: Name
-    sample: Name
-    sequence: Name
+    source: Name = Field(description="source id: the task distribution that the sample is of")
+    sample: Name = Field(
+        description="sample id, <source>-<index in six digits>: the group that the sequence is a member of"
+    )
+    sequence: Name = Field(description="sequence id, <sample>-<member>")
 
     def scope(self) -> str:
         return self.source
@@ -86,7 +95,7 @@ class _SequenceFact(Fact):
 
 
 class _AttemptFact(_SequenceFact):
-    attempt: int = Field(ge=1)
+    attempt: int = Field(ge=1, description="number of the attempt at this sequence, from 1")
 
     def id(self) -> str:
         return attempt_id(self.sequence, self.attempt)
@@ -96,9 +105,9 @@ class SequenceDispatched(_SequenceFact):
     """Work for an agent-loop host: one member of a sample's group."""
 
     type: ClassVar[str] = "sequence.dispatched"
-    member: int = Field(ge=0)
-    group_size: int = Field(ge=1)
-    pool: Name
+    member: int = Field(ge=0, description="place in the group, from 0; below group_size")
+    group_size: int = Field(ge=1, description="sequences of this sample")
+    pool: Name = Field(description="pool id: the harness hosts that run it")
     task_index: int = Field(ge=0, description="which task of the source's environment")
     min_policy_version: int = Field(
         default=0, ge=0, description="wait for this version before the first token is sampled"
@@ -118,11 +127,15 @@ class SequenceOpened(_AttemptFact):
     """An agent-loop host has a session for this attempt: work for the harness pool. Holds no secret."""
 
     type: ClassVar[str] = "sequence.opened"
-    pool: Name
-    task_index: int = Field(ge=0)
+    pool: Name = Field(description="pool id: the harness hosts that this is work for")
+    task_index: int = Field(
+        ge=0, description="which task of the source's environment, as in sequence.dispatched"
+    )
     host: Name = Field(description="the agent-loop host, to which the verdict is addressed")
     base_url: str = Field(description="http://address:port of the agent-loop host", max_length=256)
-    session: Name
+    session: Name = Field(
+        description="session id, a path component below base_url; the secret that goes with it is derived from the run's key, never sent"
+    )
     budget_s: float = Field(gt=0, description="wall-clock seconds for the whole trial")
 
     def scope(self) -> str:
@@ -132,21 +145,29 @@ class SequenceOpened(_AttemptFact):
 class Failure(Frozen):
     """Why an attempt gave no sequence to train. `infra` is retried as a new attempt, never trained, never reward 0."""
 
-    kind: Literal["infra", "model"]
+    kind: Literal["infra", "model"] = Field(
+        description="infra: the world failed (sandbox, engine, store, host), retried; model: the policy did, kept"
+    )
     reason: Name = Field(description="short and countable: engine_unavailable, harness_lost, max_turns, ...")
-    detail: str = Field(default="", max_length=2000)
+    detail: str = Field(
+        default="", max_length=2000, description="for people: the error's text, cut; empty: none"
+    )
 
 
 class SequenceVerified(_AttemptFact):
     """The harness host's verdict on one attempt, addressed to the agent-loop host that has the session."""
 
     type: ClassVar[str] = "sequence.verified"
-    host: Name
-    reward: Reward | None = Field(description="null when a failure is given")
+    host: Name = Field(description="the agent-loop host that has the session, as in sequence.opened")
+    reward: Reward | None = Field(
+        description="the verifier's reward, in the environment's own scale; null when a failure is given"
+    )
     termination: Name = Field(
         default="completed", description="completed, max_turns, overlong, agent_timeout, ..."
     )
-    failure: Failure | None = None
+    failure: Failure | None = Field(
+        default=None, description="why there is no reward; null when there is one"
+    )
 
     @model_validator(mode="after")
     def _verdict(self) -> SequenceVerified:
@@ -164,25 +185,31 @@ class SequenceFinished(_SequenceFact):
     """One attempt finished the sequence; its payload is in the store. At most one per sequence."""
 
     type: ClassVar[str] = "sequence.finished"
-    attempt: int = Field(ge=1)
-    reward: Reward
-    termination: Name
-    turns: int = Field(ge=0)
-    contexts: tuple[ContextMeta, ...]
-    payload: PayloadHeader
+    attempt: int = Field(ge=1, description="the attempt that finished it, from 1")
+    reward: Reward = Field(description="the verifier's reward, in the environment's own scale")
+    termination: Name = Field(
+        description="why the agent ended: completed, max_turns, overlong, agent_timeout, ..."
+    )
+    turns: int = Field(ge=0, description="model calls that were answered")
+    contexts: tuple[ContextMeta, ...] = Field(
+        description="the token contexts of the sequence, in payload order, disjoint"
+    )
+    payload: PayloadHeader = Field(
+        description="where its columns are in the object store, and how they lie there"
+    )
 
 
 class SequenceFailed(_SequenceFact):
     """Every attempt failed; the sequence will never be trained."""
 
     type: ClassVar[str] = "sequence.failed"
-    attempts: int = Field(ge=0)
-    failure: Failure
+    attempts: int = Field(ge=0, description="attempts that were made")
+    failure: Failure = Field(description="why the last attempt failed")
 
 
 class _SampleFact(Fact):
-    source: Name
-    sample: Name
+    source: Name = Field(description="source id: the task distribution that the sample is of")
+    sample: Name = Field(description="sample id, <source>-<index in six digits>")
 
     def scope(self) -> str:
         return self.source
@@ -200,7 +227,9 @@ class SampleCompleted(_SampleFact):
     type: ClassVar[str] = "sample.completed"
     sequences: tuple[Name, ...] = Field(description="the finished ones, in member order")
     rewards: tuple[Reward, ...] = Field(description="one per finished sequence, from its verifier")
-    failed: int = Field(ge=0)
+    failed: int = Field(
+        ge=0, description="sequences of the group that failed; with the finished ones, the whole group"
+    )
 
     @model_validator(mode="after")
     def _paired(self) -> SampleCompleted:
@@ -213,8 +242,12 @@ class SampleGraded(_SampleFact):
     """The grader's rewards for the group, in the order of `sample.completed`."""
 
     type: ClassVar[str] = "sample.graded"
-    grader: Name
-    rewards: tuple[Reward, ...]
+    grader: Name = Field(
+        description="the source's grader, a legal name made of its configuration; none: rewards are the verifiers'"
+    )
+    rewards: tuple[Reward, ...] = Field(
+        description="one per finished sequence, in the order of sample.completed"
+    )
     fallback: str | None = Field(
         default=None, max_length=500, description="why the original rewards were kept, if grading failed"
     )
@@ -224,39 +257,46 @@ class SampleAccepted(_SampleFact):
     """The group will be trained, once a batch takes it."""
 
     type: ClassVar[str] = "sample.accepted"
-    pass_rate: float
-    mean_reward: float
-    tokens: int = Field(ge=0)
-    min_version: int = Field(ge=0)
+    pass_rate: float = Field(
+        description="share of the finished sequences whose reward is at least the source's accept.pass_reward, 0 to 1"
+    )
+    mean_reward: float = Field(description="mean of the graded rewards of the finished sequences")
+    tokens: int = Field(ge=0, description="tokens of all contexts of all finished sequences")
+    min_version: int = Field(ge=0, description="oldest policy version among the group's sampled tokens")
 
 
 class SampleRejected(_SampleFact):
     """The group will not be trained."""
 
     type: ClassVar[str] = "sample.rejected"
-    reason: Literal["all_zero", "pass_rate", "failed", "no_loss", "overlong", "stale", "evaluation"]
-    pass_rate: float | None = None
-    mean_reward: float | None = None
-    tokens: int = Field(default=0, ge=0)
+    reason: Literal["all_zero", "pass_rate", "failed", "no_loss", "overlong", "stale", "evaluation"] = Field(
+        description="failed: too few sequences finished, or the grader answered for others; no_loss: no token carries loss; overlong: a context is longer than a micro-batch; pass_rate, all_zero: the source's accept rule; stale: too old for the next batch; evaluation: never trained"
+    )
+    pass_rate: float | None = Field(
+        default=None,
+        description="as in sample.accepted; null when no sequence finished, or when an accepted group has become stale",
+    )
+    mean_reward: float | None = Field(default=None, description="as in sample.accepted; null as pass_rate is")
+    tokens: int = Field(default=0, ge=0, description="tokens of all contexts of all finished sequences")
 
 
 class SampleShaped(_SampleFact):
     """Advantages of an accepted group, one per finished sequence, in the order of `sample.completed`."""
 
     type: ClassVar[str] = "sample.shaped"
-    revision: int = Field(default=0, ge=0)
-    estimator: Name
-    advantages: tuple[float, ...]
+    revision: int = Field(default=0, ge=0, description="0; room for advantages that are shaped anew")
+    estimator: Name = Field(description="advantage estimator of the source: grpo, rloo, dr_grpo")
+    advantages: tuple[float, ...] = Field(description="one per finished sequence: of each of its loss tokens")
 
 
 class SourceShare(Frozen):
     """What one source gave to a batch."""
 
-    groups: int = Field(ge=0)
-    sequences: int = Field(ge=0)
-    tokens: int = Field(ge=0)
-    loss_tokens: int = Field(ge=0)
-    mean_reward: float
+    groups: int = Field(ge=0, description="samples")
+    sequences: int = Field(ge=0, description="finished sequences of these samples")
+    tokens: int = Field(ge=0, description="tokens of all their contexts")
+    loss_tokens: int = Field(ge=0, description="tokens that carry loss")
+    mean_reward: float = Field(description="mean of the graded rewards")
     max_staleness: int = Field(
         ge=0, description="versions between the policy that will be updated and the oldest token"
     )
@@ -267,12 +307,12 @@ class BatchYielded(Fact):
     sequence `through` and are fresh enough for this step; so a refold needs no object. The plan is in the store."""
 
     type: ClassVar[str] = "batch.yielded"
-    step: int = Field(ge=1)
+    step: int = Field(ge=1, description="number of the batch and of the optimizer step on it, from 1")
     through: int = Field(ge=0, description="stream sequence of the event that this was decided on")
     policy_version: int = Field(ge=0, description="version that the batch will update")
-    sources: dict[Name, SourceShare]
+    sources: dict[Name, SourceShare] = Field(description="what each source gave, by source id")
     microbatches: int = Field(ge=1, description="per data-parallel rank, equal on all")
-    plan: Ref
+    plan: Ref = Field(description="the plan (JSON, see the plan's schema) in the object store")
 
     def id(self) -> str:
         return f"{self.step:06d}"
@@ -285,12 +325,12 @@ class WindowPacked(Fact):
     """A packer has built one micro-batch for its coordinate."""
 
     type: ClassVar[str] = "window.packed"
-    step: int = Field(ge=1)
-    microbatch: int = Field(ge=0)
-    dp: int = Field(ge=0)
-    cp: int = Field(default=0, ge=0)
-    pp: int = Field(default=0, ge=0)
-    tokens: int = Field(ge=0)
+    step: int = Field(ge=1, description="batch that it is of")
+    microbatch: int = Field(ge=0, description="micro-batch of its data-parallel rank, from 0")
+    dp: int = Field(ge=0, description="data-parallel rank, from 0")
+    cp: int = Field(default=0, ge=0, description="context-parallel rank, from 0")
+    pp: int = Field(default=0, ge=0, description="pipeline-parallel rank, from 0")
+    tokens: int = Field(ge=0, description="tokens of the window")
     bytes: int = Field(ge=0, description="size of the shared copy")
     fetched: int = Field(ge=0, description="bytes read from the store for it")
 
@@ -302,7 +342,7 @@ class WindowPacked(Fact):
 
 
 class _StepFact(Fact):
-    step: int = Field(ge=1)
+    step: int = Field(ge=1, description="number of the batch and of the optimizer step on it, from 1")
 
     def id(self) -> str:
         return f"{self.step:06d}"
@@ -315,8 +355,8 @@ class BatchConsumed(_StepFact):
     """Every rank has read every window of the batch; its payloads may be collected once the step is trained."""
 
     type: ClassVar[str] = "batch.consumed"
-    sequences: int = Field(ge=0)
-    loss_tokens: int = Field(ge=0)
+    sequences: int = Field(ge=0, description="sequences of which the batch held a row")
+    loss_tokens: int = Field(ge=0, description="tokens of the batch that carry loss")
 
 
 class StepTrained(_StepFact):
@@ -326,20 +366,20 @@ class StepTrained(_StepFact):
     parent: Ref | None = Field(description="weights that the step started from; null for the initial policy")
     weights: Ref = Field(description="weights after the step")
     optimizer: Ref = Field(description="optimizer state after the step")
-    loss: float
-    grad_norm: float
+    loss: float = Field(description="the objective that was minimized, per loss token, before the step")
+    grad_norm: float = Field(description="global L2 norm of the gradients, before clipping")
     kl: float = Field(
         description="mean of logprob(rollout) - logprob(trainer before the step), nats per loss token"
     )
-    loss_tokens: int = Field(ge=0)
-    seconds: float = Field(ge=0)
+    loss_tokens: int = Field(ge=0, description="tokens of the batch that carried loss")
+    seconds: float = Field(ge=0, description="wall-clock seconds of the step")
 
 
 class PolicyPublished(_StepFact):
     """New weights for the engines. `step` is the policy version from then on."""
 
     type: ClassVar[str] = "policy.published"
-    weights: Ref
+    weights: Ref = Field(description="the weights that the engines are to load")
 
 
 FACTS: dict[str, type[Fact]] = {

@@ -16,6 +16,7 @@ from pydantic import StringConstraints
 
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,128}\Z"
 _NAME = re.compile(NAME_PATTERN)
+_SUBJECT = re.compile(r"^rl(\.[A-Za-z0-9_-]{1,128}){5}\Z")
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
@@ -35,7 +36,7 @@ def checked_name(value: str, what: str) -> str:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Subject:
     """`rl.<run>.<entity>.<fact>.<scope>.<id>`; scope is the source, pool or host that the fact belongs to."""
 
@@ -46,8 +47,10 @@ class Subject:
     id: str
 
     def __post_init__(self) -> None:
-        for what in ("run", "entity", "fact", "scope", "id"):
-            checked_name(getattr(self, what), f"subject token {what!r}")
+        # Made for every event that is written or read: one match of the whole, and only what fails is looked at by token.
+        if not _SUBJECT.match(self.text):
+            for what in ("run", "entity", "fact", "scope", "id"):
+                checked_name(getattr(self, what), f"subject token {what!r}")
 
     @property
     def text(self) -> str:
@@ -77,9 +80,14 @@ def stream_name(run: str) -> str:
     return f"RL_{checked_name(run, 'run')}"
 
 
-def dead_letter_subject(run: str) -> str:
-    """Where bodies go that do not validate. Outside `rl.`, so that no fold ever reads them as facts."""
-    return f"dlq.{checked_name(run, 'run')}"
+def dead_letter_subject(run: str, reader: str | None = None, seq: int | None = None) -> str:
+    """`dlq.<run>.<reader>.<seq>`, where the dead letter of stream message `seq` stands that `reader` could not handle; without
+    them the subject that all letters of the run (or of the reader) begin with. Outside `rl.`: no fold reads letters as facts."""
+    prefix = f"dlq.{checked_name(run, 'run')}"
+    if reader is None:
+        return prefix
+    prefix = f"{prefix}.{checked_name(reader, 'reader')}"
+    return prefix if seq is None else f"{prefix}.{seq}"
 
 
 def sample_id(source: str, index: int) -> str:

@@ -45,29 +45,33 @@ class Frozen(BaseModel):
 class Ref(Frozen):
     """A reference to an object in the store, with what is needed to verify it."""
 
-    key: Key
-    bytes: int = Field(ge=0)
-    crc32c: Crc32c
+    key: Key = Field(description="object key, relative to the store's root")
+    bytes: int = Field(ge=0, description="size of the object")
+    crc32c: Crc32c = Field(description="CRC-32C (Castagnoli) of the whole object")
 
 
 class ColumnHeader(Frozen):
     """Where one column lies in the object."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)]
-    dtype: DType
-    shape: tuple[int, ...]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)] = Field(
+        description="tokens, loss_mask, logprobs, policy_version, segments, or an extra column's"
+    )
+    dtype: DType = Field(description="of its elements, little-endian")
+    shape: tuple[int, ...] = Field(
+        description="rows first, C order; rows are tokens, or segments in `segments`"
+    )
     offset: int = Field(ge=0, description="first byte of the column, from the start of the object")
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, description="size of the column")
     crc32c: tuple[Crc32c, ...] = Field(description="one per BLOCK_TOKENS rows, in order")
 
 
 class PayloadHeader(Frozen):
     """What `sequence.finished` says about its payload object."""
 
-    version: Literal[1] = 1
-    key: Key
+    version: Literal[1] = Field(default=1, description="version of the payload's layout")
+    key: Key = Field(description="object key, relative to the store's root")
     bytes: int = Field(ge=0, description="size of the whole object")
-    columns: tuple[ColumnHeader, ...]
+    columns: tuple[ColumnHeader, ...] = Field(description="in the order in which they lie in the object")
 
     def column(self, name: str) -> ColumnHeader:
         """The column's header; raises KeyError naming the columns that there are."""
@@ -80,8 +84,8 @@ class PayloadHeader(Frozen):
 class Span(Frozen):
     """Rows [start, end) of a payload."""
 
-    start: int = Field(ge=0)
-    end: int = Field(ge=0)
+    start: int = Field(ge=0, description="first row")
+    end: int = Field(ge=0, description="row after the last")
 
 
 class ContextMeta(Frozen):
@@ -89,11 +93,11 @@ class ContextMeta(Frozen):
 
     label: Name = Field(default="main", description="main, subagent, auxiliary, ...")
     offset: int = Field(ge=0, description="first row of the context in the payload")
-    tokens: int = Field(ge=1)
+    tokens: int = Field(ge=1, description="rows of the context: prompt, sampled and template tokens")
     generated: int = Field(ge=0, description="tokens that the policy sampled here")
     loss_spans: tuple[Span, ...] = Field(description="rows with loss_mask 1, ascending, disjoint")
     min_version: int = Field(ge=0, description="oldest policy version among the sampled tokens")
-    max_version: int = Field(ge=0)
+    max_version: int = Field(ge=0, description="newest policy version among the sampled tokens")
 
     @model_validator(mode="after")
     def _consistent(self) -> ContextMeta:

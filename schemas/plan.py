@@ -23,20 +23,20 @@ PLAN_VERSION = 1
 class PlanSequence(Frozen):
     """A sequence whose contexts are rows of the plan; its header spares the packers a fetch."""
 
-    source: Name
-    sample: Name
-    sequence: Name
-    payload: PayloadHeader
-    contexts: tuple[ContextMeta, ...]
+    source: Name = Field(description="source id")
+    sample: Name = Field(description="sample id: the group")
+    sequence: Name = Field(description="sequence id")
+    payload: PayloadHeader = Field(description="as in sequence.finished")
+    contexts: tuple[ContextMeta, ...] = Field(description="as in sequence.finished")
 
 
 class PlanRows(Frozen):
     """The rows as columns, all of one length. Row i is context `context[i]` of `sequences[sequence[i]]`."""
 
-    sequence: tuple[int, ...]
-    context: tuple[int, ...]
-    dp: tuple[int, ...]
-    microbatch: tuple[int, ...]
+    sequence: tuple[int, ...] = Field(description="index into the plan's sequences")
+    context: tuple[int, ...] = Field(description="index into that sequence's contexts")
+    dp: tuple[int, ...] = Field(description="data-parallel rank that the row goes to, from 0")
+    microbatch: tuple[int, ...] = Field(description="micro-batch of that rank, from 0")
     advantage: tuple[float, ...] = Field(description="of every loss token of the row")
     loss_weight: tuple[float, ...] = Field(
         description="of every loss token of the row; the weights of a batch sum to 1 over its loss tokens"
@@ -44,17 +44,19 @@ class PlanRows(Frozen):
 
 
 class Plan(Frozen):
-    version: Literal[1] = 1
-    run: Name
-    step: int = Field(ge=1)
-    policy_version: int = Field(ge=0)
-    dp: int = Field(ge=1)
-    cp: int = Field(default=1, ge=1)
+    """The plan of one batch; `check` asserts what its fields must say together."""
+
+    version: Literal[1] = Field(default=1, description="version of the plan's form")
+    run: Name = Field(description="run id")
+    step: int = Field(ge=1, description="number of the batch, from 1")
+    policy_version: int = Field(ge=0, description="version that the batch will update")
+    dp: int = Field(ge=1, description="data-parallel ranks")
+    cp: int = Field(default=1, ge=1, description="context-parallel ranks")
     microbatches: int = Field(ge=1, description="per data-parallel rank")
     token_budget: int = Field(ge=1, description="largest micro-batch, in tokens")
     loss_tokens: int = Field(ge=0, description="of the whole batch")
-    sequences: tuple[PlanSequence, ...]
-    rows: PlanRows
+    sequences: tuple[PlanSequence, ...] = Field(description="the batch's sequences, each once")
+    rows: PlanRows = Field(description="the contexts that are trained, one a row, as columns")
 
     def check(self) -> None:
         """Asserts the promises; raises ValueError that names the row or micro-batch at fault."""

@@ -1,0 +1,31 @@
+"""Older bodies in today's form: one step a version, so that a reader of version 3 reads 1 by way of 2.
+
+Promises:
+- `upcast` takes the body of any version from 1 to the fact's own, and gives what the fact's model validates;
+- a recorded stream of the oldest version is among the tests, and reads as today's events.
+
+To raise a fact's version: change the model, raise its `version`, and add the step from the version before here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Body = dict[str, Any]
+
+
+def _run_started_1(body: Body) -> Body:
+    """Version 2 says which decision rules made the run. Those of all version 1 streams were rules 1."""
+    return {**body, "rules": 1}
+
+
+UPCASTERS: dict[tuple[str, int], Callable[[Body], Body]] = {("run.started", 1): _run_started_1}
+"""From (type, version) to the body of version + 1."""
+
+
+def upcast(type_: str, version: int, newest: int, body: Body) -> Body:
+    """The body of `version` as one of `newest`; raises KeyError when a step is missing, which is a bug of ours."""
+    for step in range(version, newest):
+        body = UPCASTERS[type_, step](body)
+    return body
