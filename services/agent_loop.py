@@ -52,6 +52,7 @@ RETRY_S = 0.2
 SHUTDOWN_S = 2.0
 """How long requests may take to end once their sessions are closed."""
 _VERSION_POLL_S = 0.1
+_MORE_DELIVERIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,15 @@ class Host:
             await delivery.ack()
         else:
             await delivery.retry(RETRY_S)
+
+    async def last_word(self, delivery: Delivery, reason: str) -> None:
+        """A dispatch that becomes a dead letter is a failed sequence: its group does not wait for it."""
+        event = delivery.event
+        fact = event.fact
+        assert isinstance(fact, SequenceDispatched)
+        if not await self._decided(fact):
+            lost = Failure(kind="infra", reason="dead_letter", detail=reason)
+            await self._fail(event, fact, min(delivery.attempt, self._config.max_attempts), lost)
 
     async def _decided(self, fact: SequenceDispatched) -> bool:
         for type_ in (SequenceFinished.type, SequenceFailed.type):
@@ -315,9 +325,17 @@ async def serve(ctx: Context) -> None:
                 capture,
                 engine,
             )
-            work = await ctx.log.work(WORK, SequenceDispatched.type, ack_wait_s=config.agent_loop.ack_wait_s)
+            work = await ctx.log.work(
+                WORK,
+                SequenceDispatched.type,
+                ack_wait_s=config.agent_loop.ack_wait_s,
+                # The host's own limit comes first, and says more.
+                max_deliver=config.agent_loop.max_attempts + _MORE_DELIVERIES,
+            )
             verdicts = asyncio.create_task(host.follow_verdicts())
-            serving = asyncio.create_task(serve_work(work, config.agent_loop.tenants, host.handle, ctx.stop))
+            serving = asyncio.create_task(
+                serve_work(work, config.agent_loop.tenants, host.handle, ctx.stop, host.last_word)
+            )
             try:
                 # Without its verdicts the host is deaf: its end, by an error, is the service's.
                 done, _ = await asyncio.wait({verdicts, serving}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,8 @@
 """Grades completed groups, group by group, apart from the rollouts.
 
 A grader is `none`, which keeps the verifiers' rewards, or `module:function` from a group's `sample.completed` to its
-rewards. Output that cannot be used falls back to the original rewards, and the event says so.
+rewards. Output that cannot be used falls back to the original rewards, and the event says so; so does a group that was
+lost with its graders too often.
 """
 
 from __future__ import annotations
@@ -46,31 +47,37 @@ def resolve(name: str) -> Grader:
 
 def grade(name: str, grader: Grader, completed: SampleCompleted) -> SampleGraded:
     """The group's graded rewards, or its original ones with the reason."""
-
-    def graded(rewards: Sequence[float], fallback: str | None = None) -> SampleGraded:
-        return SampleGraded(
-            source=completed.source,
-            sample=completed.sample,
-            grader=re.sub(r"[^A-Za-z0-9_-]", "-", name)[:128],
-            rewards=tuple(rewards),
-            # What a plug-in raises may hold half a surrogate pair, which no JSON holds.
-            fallback=fallback[:500].encode(errors="replace").decode() if fallback else None,
-        )
-
     try:
         rewards = [float(reward) for reward in grader(completed)]
     # A plug-in may raise anything; the reason goes into the event.
     except (Exception, SystemExit) as error:
-        return graded(completed.rewards, f"{type(error).__name__}: {error}")
+        return ungraded(name, completed, f"{type(error).__name__}: {error}")
     if len(rewards) != len(completed.rewards):
-        return graded(
-            completed.rewards, f"gave {len(rewards)} rewards for {len(completed.rewards)} sequences"
-        )
+        said = f"gave {len(rewards)} rewards for {len(completed.rewards)} sequences"
+        return ungraded(name, completed, said)
     try:
-        return graded(rewards)
+        return _graded(name, completed, rewards)
     except ValidationError:
         said = f"gave rewards that are not finite numbers of at most {MAX_REWARD:g}: {rewards}"
-        return graded(completed.rewards, said)
+        return ungraded(name, completed, said)
+
+
+def ungraded(name: str, completed: SampleCompleted, reason: str) -> SampleGraded:
+    """The group with its original rewards, and why."""
+    # What a plug-in raises may hold half a surrogate pair, which no JSON holds.
+    return _graded(name, completed, completed.rewards, reason[:500].encode(errors="replace").decode())
+
+
+def _graded(
+    name: str, completed: SampleCompleted, rewards: Sequence[float], fallback: str | None = None
+) -> SampleGraded:
+    return SampleGraded(
+        source=completed.source,
+        sample=completed.sample,
+        grader=re.sub(r"[^A-Za-z0-9_-]", "-", name)[:128],
+        rewards=tuple(rewards),
+        fallback=fallback,
+    )
 
 
 async def serve(ctx: Context) -> None:
@@ -89,4 +96,11 @@ async def serve(ctx: Context) -> None:
         await ctx.log.publish(graded, delivery.event)
         await delivery.ack()
 
-    await serve_work(work, _TENANTS, handle, ctx.stop)
+    async def last_word(delivery: Delivery, reason: str) -> None:
+        """A plug-in that kills its graders does not hold its group for ever."""
+        completed = delivery.event.fact
+        assert isinstance(completed, SampleCompleted)
+        name, _ = graders[completed.source]
+        await ctx.log.publish(ungraded(name, completed, reason), delivery.event)
+
+    await serve_work(work, _TENANTS, handle, ctx.stop, last_word)

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
 
 from pipeline.config import load
 from pipeline.log import Log
+from pipeline.replay.rerun import Rerun
+from pipeline.replay.service import SERVICES
 from pipeline.store import ObjectStore
 from schemas.envelope import Event
 from schemas.facts import (
@@ -71,15 +74,30 @@ kind = "calculator"
 
 
 class Launched:
-    """`packtrain run FILE --plain` in a directory of its own."""
+    """`packtrain run FILE --plain` in a directory of its own.
 
-    def __init__(self, directory: Path, text: str = SMALL, run: str = "small") -> None:
+    `wrap` goes before its command line (a namespace to run it in), which sees as `state` what is `seen` from here.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        text: str = SMALL,
+        run: str = "small",
+        *,
+        wrap: Sequence[str] = (),
+        state: Path | None = None,
+        seen: Path | None = None,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.run = run
         self.file = directory / "run.toml"
         self.file.write_text(text)
-        self.home = directory / "state" / "runs" / run
+        self._wrap = list(wrap)
+        self.state = state or directory / "state"
+        self.seen = seen or self.state
+        self.home = self.seen / "runs" / run
         self.output = directory / "output.txt"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -87,7 +105,7 @@ class Launched:
         argv = [sys.executable, "-P", "-m", "services.cli.main", "run", str(self.file), "--plain", *arguments]
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(
-                [*argv, "--directory", str(self.directory / "state")],
+                [*self._wrap, *argv, "--directory", str(self.state)],
                 stdout=output,
                 stderr=output,
                 cwd=self.directory,
@@ -127,7 +145,11 @@ class Launched:
         """A connection to the run's log, once there is one."""
         await self._wait(lambda: (self.home / "config.toml").exists() or None, "the run's configuration")
         await self.pid("sampler")
-        return await Log.connect(load(self.home / "config.toml").broker, self.run, "test", 20)
+        broker = load(self.home / "config.toml").broker
+        token = Path(broker.token_file)
+        if token.is_relative_to(self.state):
+            token = self.seen / token.relative_to(self.state)
+        return await Log.connect(broker.model_copy(update={"token_file": str(token)}), self.run, "test", 20)
 
     async def _wait(self, look, what: str, deadline_s: float = 60.0):
         deadline = time.monotonic() + deadline_s
@@ -179,6 +201,11 @@ async def check_history(events: list[Event], store: ObjectStore, steps: int) -> 
     assert set(planned.values()) == {1}, "a sequence is in two batches"
     rejected = {f.sample for f in facts if isinstance(f, SampleRejected)}
     assert not rejected & {s.rpartition("-")[0] for s in planned}
+    for service in SERVICES.values():
+        again = Rerun(events[0].fact.id(), service)
+        for event in events:
+            again.feed(event)
+        assert again.report().divergences == (), f"{service.name} decides otherwise from the log alone"
     ended = [f.sequence for f in facts if isinstance(f, SequenceFinished | SequenceFailed)]
     assert set(ended) <= {f.sequence for f in facts if isinstance(f, SequenceDispatched)}
 

@@ -3,28 +3,75 @@
 Promises:
 - the first connection succeeds within `timeout_s` or raises one `BrokerUnavailable` that says why; a refused token
   is told at once, not after the timeout;
-- after that the connection reconnects for ever: nats-py's default gives up after two minutes.
+- after that the connection reconnects for ever (nats-py's default gives up after two minutes), also when the broker
+  falls silent without closing it;
+- no message, whoever wrote it, ends the reading: a subject or header that is not text arrives as the nearest text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import time
+from typing import Any
 from urllib.parse import urlsplit
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+from nats.js.api import RawStreamMsg
 
 from pipeline.secret_file import SecretUnreadable, read_secret
 from schemas.config import Broker
 
 _LOG = logging.getLogger("packtrain.log")
 _RECONNECT_WAIT_S = 0.2
+_PING_S = 20
+"""nats-py's two minutes would leave a reader of a silent broker waiting for six."""
 
 
 class BrokerUnavailable(ConnectionError):
     """The broker cannot be used; the message names its address, the reason and the remedy."""
+
+
+class _JetStream(JetStreamContext):
+    """Reads a message by sequence or subject as it is delivered: nats-py parses these headers as mail, which mangles what is
+    not ASCII and gives what is no str."""
+
+    async def get_msg(
+        self,
+        stream_name: str,
+        seq: int | None = None,
+        subject: str | None = None,
+        direct: bool | None = False,
+        next: bool | None = False,
+    ) -> RawStreamMsg:
+        raw = await super().get_msg(stream_name, seq, subject, direct, next)
+        if raw.hdrs:
+            _, _, lines = base64.b64decode(raw.hdrs).partition(b"\r\n")
+            raw.headers = Client._parse_header_lines(lines) or None  # pyright: ignore[reportPrivateUsage]  # as it is delivered
+        return raw
+
+
+class _Connection(Client):
+    """nats-py's client, whose reading task dies unseen, connection and all readers with it, of bytes that are not UTF-8."""
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
+    ):
+        text = subject.decode(errors="replace").encode()
+        return super()._build_message(sid, text, reply, data, headers)
+
+    def jetstream(self, **opts: Any) -> JetStreamContext:
+        return _JetStream(self, **opts)
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            return await super()._process_headers(headers)  # pyright: ignore[reportUnknownMemberType]  # untyped in nats-py
+        except (ValueError, IndexError):
+            # No event without its headers: the message goes to the dead letters.
+            return None
 
 
 def _token(broker: Broker) -> str | None:
@@ -71,7 +118,7 @@ async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:
 
     deadline = time.monotonic() + timeout_s
     while True:
-        client = Client()
+        client = _Connection()
         try:
             await asyncio.wait_for(
                 client.connect(
@@ -83,6 +130,7 @@ async def connect(broker: Broker, name: str, timeout_s: float = 10.0) -> Client:
                     connect_timeout=2,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=_RECONNECT_WAIT_S,  # pyright: ignore[reportArgumentType]  # a float works; nats-py sleeps it
+                    ping_interval=_PING_S,
                     pending_size=16 * 1024 * 1024,
                 ),
                 timeout=3.0,

@@ -6,8 +6,8 @@ Promises:
   client is closed.
 
 A pull consumer without acknowledgements, of which the reader checks the numbering itself: a message that was sent into
-a connection as it broke shows as a gap in the consumer's sequence, or, when nothing follows, as a delivered count that
-is ahead of ours. Either way the consumer is made anew from the last stream sequence that was given.
+a connection as it broke shows as a gap in the consumer's sequence, or, when nothing follows, as one that was asked for
+and is still owed. Either way the consumer is made anew from the last stream sequence that was given.
 """
 
 # nats-py's signatures hold untyped dictionaries and keyword arguments; values are typed where they enter our code.
@@ -15,15 +15,18 @@ is ahead of ours. Either way the consumer is made anew from the last stream sequ
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from datetime import datetime
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from pipeline.log.patience import Patience
+from pipeline.log.pull import Pull
 
 _LOG = logging.getLogger("packtrain.log")
 _BATCH = 256
@@ -42,31 +45,32 @@ class Found:
 
 
 async def read_events(
-    client: Client, js: JetStreamContext, stream: str, subject: str, first: int, poll_s: float
-) -> AsyncIterator[Found]:
-    """Messages of `subject` from stream sequence `first` on, for ever; see the module's promises."""
-    following = max(first, 1)
+    client: Client,
+    js: JetStreamContext,
+    stream: str,
+    subject: str,
+    first: int | datetime,
+    poll_s: float,
+    patiently: Patience | None = None,
+) -> AsyncGenerator[Found, None]:
+    """Messages of `subject`, for ever: from stream sequence `first` on, or those stored at that time and later.
+
+    See the module's promises. `poll_s`: how long one request to the broker stands while nothing comes. Raises LogError
+    when the stream is gone.
+    """
+    patiently = patiently or Patience(client, js, stream)
+    following = first
     while not client.is_closed:
+        pull: Pull | None = None
+        given, gap = 0, False
         try:
-            consumer = await _consumer(js, stream, subject, following)
-        except (NatsError, OSError, TimeoutError) as error:
-            _LOG.info("reading %s waits for the broker: %s", subject, error or type(error).__name__)
-            await asyncio.sleep(_RETRY_S)
-            continue
-        # Sends nothing: it registers an inbox, which the client announces again after a reconnect.
-        subscription = await js.pull_subscribe_bind(consumer=consumer, stream=stream)
-        given = 0
-        try:
-            while True:
-                try:
-                    messages = await subscription.fetch(_BATCH, timeout=poll_s)
-                except TimeoutError:
-                    info = await js.consumer_info(stream, consumer)
-                    if info.delivered is not None and info.delivered.consumer_seq != given:
-                        break
-                    continue
-                gap = False
-                for message in messages:
+            consumer = await patiently(
+                lambda at=following: _consumer(js, stream, subject, at), f"read of {subject}"
+            )
+            pull = Pull(client, stream, consumer)
+            await pull.open()
+            while not gap:
+                for message in await pull.take(_BATCH, poll_s):
                     place = message.metadata.sequence
                     if place.consumer != given + 1:
                         gap = True
@@ -74,25 +78,32 @@ async def read_events(
                     given += 1
                     following = place.stream + 1
                     yield Found(message.subject, message.headers, message.data, place.stream)
-                if gap:
-                    break
         except (NatsError, OSError, TimeoutError) as error:
             if client.is_closed:
                 return
-            _LOG.info("reading %s starts anew at %d: %s", subject, following, error or type(error).__name__)
+            _LOG.info("reading %s starts anew at %s: %s", subject, following, error or type(error).__name__)
             await asyncio.sleep(_RETRY_S)
         finally:
-            with contextlib.suppress(NatsError, OSError, TimeoutError):
-                await subscription.unsubscribe()
+            if pull is not None:
+                await pull.close()
 
 
-async def _consumer(js: JetStreamContext, stream: str, subject: str, first: int) -> str:
+def start_of(start: int | datetime) -> tuple[DeliverPolicy, int | None, datetime | None]:
+    """Where a consumer begins, as JetStream says it: (policy, sequence, time)."""
+    if isinstance(start, datetime):
+        return DeliverPolicy.BY_START_TIME, None, start
+    return DeliverPolicy.BY_START_SEQUENCE, max(start, 1), None
+
+
+async def _consumer(js: JetStreamContext, stream: str, subject: str, first: int | datetime) -> str:
+    policy, seq, time = start_of(first)
     info = await js.add_consumer(
         stream,
         ConsumerConfig(
             filter_subject=subject,
-            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=first,
+            deliver_policy=policy,
+            opt_start_seq=seq,
+            opt_start_time=time,
             ack_policy=AckPolicy.NONE,
             inactive_threshold=_FORGET_S,
             mem_storage=True,

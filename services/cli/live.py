@@ -78,20 +78,21 @@ class Screen:
                 self._live.update(render(self._view, self._restarts, datetime.now(UTC)), refresh=True)
             elif since >= _PLAIN_EVERY_S:
                 since = 0.0
-                self._line(progress_line(self._view, datetime.now(UTC)))
+                self.line(progress_line(self._view, datetime.now(UTC)))
 
     def event(self, event: Event) -> None:
         """Tells the few events that a reader of plain lines waits for."""
         if self._live is None and (line := event_line(self._view, event)):
-            self._line(line)
+            self.line(line)
 
     def _tell_restarts(self) -> None:
         for unit in self._restarts - self._told:
             if self._live is None:
-                self._line(f"{unit} is started again: {self._causes[unit]}")
+                self.line(f"{unit} is started again: {self._causes[unit]}")
         self._told = Counter(self._restarts)
 
-    def _line(self, line: str) -> None:
+    def line(self, line: str) -> None:
+        """Tells something at once, above the live view if there is one."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -152,6 +152,11 @@ class Supervisor:
         """Names of the units that are kept."""
         return list(self._keepers)
 
+    def restart(self, name: str) -> None:
+        """Asks a unit's members to end; it is kept alive, so it starts anew."""
+        for child in self._children.get(name, {}).values():
+            child.signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL to every member, now; for a `stop` that is under way and shall not wait."""
         for children in (*self._children.values(), self._stopping):

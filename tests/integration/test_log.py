@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from nats.js.errors import APIError
 
-from pipeline.log import BrokerUnavailable, Delivery, Log, serve_work
+from pipeline.log import BrokerUnavailable, Delivery, Log, LogError, serve_work
+from pipeline.log.fold import Found
 from schemas.config import Broker
-from schemas.envelope import Event, Invalid
-from schemas.facts import MAX_BODY, SampleCompleted, SequenceDispatched
+from schemas.envelope import EXPECTED_LAST, BodyTooLarge, encode, new_event
+from schemas.facts import MAX_BODY
+from tests.log_parts import CHECKED, HEADERS, completed, dispatched, take, until
 from tests.natsserver import NatsServer
 
 pytestmark = pytest.mark.timeout(60)
-
-GOOD = {
-    "ce-specversion": "1.0", "ce-id": "x", "ce-time": "2026-01-01T00:00:00+00:00", "ce-typeversion": "1",
-}  # fmt: skip
-
-
-def dispatched(number: int, source: str = "math") -> SequenceDispatched:
-    sample = f"{source}-{number:06d}"
-    return SequenceDispatched(
-        source=source,
-        sample=sample,
-        sequence=f"{sample}-0",
-        member=0,
-        group_size=1,
-        pool="chat",
-        task_index=number,
-    )
-
-
-def completed(number: int, rewards: tuple[float, ...] = (1.0,)) -> SampleCompleted:
-    return SampleCompleted(
-        source="math", sample=f"math-{number:06d}", sequences=("a",) * len(rewards), rewards=rewards, failed=0
-    )
-
-
-async def take(events: AsyncIterator[Event], count: int) -> list[Event]:
-    found: list[Event] = []
-    async for event in events:
-        found.append(event)
-        if len(found) == count:
-            break
-    return found
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_one_of_many_writers_wins_and_the_others_read_the_winner(broker: Broker, log: Log) -> None:
@@ -191,9 +155,9 @@ async def test_malformed_bodies_are_dead_lettered_once_and_unknown_types_counted
     broker: Broker, log: Log
 ) -> None:
     subject = f"rl.{log.run}.sample.completed.math.math-000001"
-    await log._js.publish(subject, b"{not json", headers={**GOOD, "ce-type": "sample.completed"})
+    await log._js.publish(subject, b"{not json", headers={**HEADERS, "ce-type": "sample.completed"})
     await log._js.publish(
-        f"rl.{log.run}.sample.dreamt.math.x", b"{}", headers={**GOOD, "ce-type": "sample.dreamt"}
+        f"rl.{log.run}.sample.dreamt.math.x", b"{}", headers={**HEADERS, "ce-type": "sample.dreamt"}
     )
     await log._js.publish(f"rl.{log.run}.sample.completed.math.math-000002", b"{}", headers={})
     await log.publish(completed(7))
@@ -207,6 +171,100 @@ async def test_malformed_bodies_are_dead_lettered_once_and_unknown_types_counted
     await other.close()
 
 
+async def test_a_message_that_is_published_twice_counts_once(broker: Broker, log: Log) -> None:
+    """As a publisher without our care may send it: with its condition the broker refuses the copy, without it no reader does."""
+    first, second = (encode(new_event(completed(1, (reward,)), "stranger"), log.run) for reward in (1.0, 2.0))
+    await log.js.publish(first.subject, first.body, headers=dict(first.headers))
+    for copy in (first, second):
+        with pytest.raises(APIError, match="wrong last sequence"):
+            await log.js.publish(copy.subject, copy.body, headers=dict(copy.headers))
+    for copy in (first, second):
+        unchecked = {
+            k: v
+            for k, v in copy.headers.items()
+            if k in ("content-type", "traceparent") or k.startswith("ce-")
+        }
+        await log.js.publish(copy.subject, copy.body, headers=unchecked)
+    await log.publish(completed(2))
+    other = await Log.connect(broker, log.run, "other")
+    for reader in (log, other):
+        assert [(e.fact, e.seq) for e in await take(reader.subscribe(), 2)] == [
+            (completed(1), 1),
+            (completed(2), 4),
+        ]
+        assert reader.skipped == {"invalid": 2}
+    letters, _ = await log.letters.all()
+    assert [letter.name for letter in letters] == ["malformed/2", "malformed/3"]
+    assert all("compare-and-set" in letter.reason for letter in letters)
+    work = await log.work("grader", "sample.completed", ack_wait_s=30)
+    given = await work.fetch(5, timeout_s=10)
+    while len(given) < 2:
+        given += await work.fetch(5, timeout_s=10)
+    assert [d.event.seq for d in given] == [1, 4]
+    await other.close()
+
+
+async def test_a_burst_that_arrives_in_another_order_is_read_in_that_order_by_everybody(
+    broker: Broker, log: Log
+) -> None:
+    facts = [completed(number) for number in range(20)]
+    order = facts[::-2] + facts[::2]
+    messages = [encode(new_event(fact, "stranger"), log.run) for fact in order]
+    # No acknowledgement is waited for in between.
+    for message in messages:
+        await log._client.publish(message.subject, message.body, headers=dict(message.headers))
+    other = await Log.connect(broker, log.run, "other")
+    seen = [[e.fact for e in await take(reader.subscribe(), 20)] for reader in (log, other)]
+    assert seen == [order, order]
+    # Whoever decides them again, in its own order, reads what stands.
+    again = await other.publish_all([(fact, None) for fact in facts])
+    assert [(p.won, p.event.fact) for p in again] == [(False, fact) for fact in facts]
+    assert (await log.info()).state.messages == 20
+    await other.close()
+
+
+async def test_unknown_types_and_newer_versions_are_skipped_and_counted(log: Log) -> None:
+    for type_, version in (("sample.dreamt", "1"), ("sample.completed", "9"), ("batch.yielded", "2")):
+        head = {**CHECKED, "ce-type": type_, "ce-typeversion": version}
+        await log.js.publish(f"rl.{log.run}.{type_}.math.x", b"not for us", headers=head)
+    await log.publish(completed(1))
+    assert [e.fact for e in await take(log.subscribe(), 1)] == [completed(1)]
+    assert log.skipped == {"unknown": 3}
+    # They are somebody's: no dead letters.
+    assert await log.letters.all() == ([], 0)
+
+
+async def test_oversized_bodies_are_refused_at_the_door_and_by_the_broker(log: Log) -> None:
+    with pytest.raises(BodyTooLarge, match="limit 65536"):
+        await log.publish(completed(1, (0.123456789,) * 6000))
+    subject = f"rl.{log.run}.sample.completed.math.math-000001"
+    with pytest.raises(APIError, match="message size exceeds maximum"):
+        await log.js.publish(subject, b"x" * (MAX_BODY + 4096 + 1))
+    assert (await log.size())[0] == 0
+    assert await log.last("sample.completed", "math", "math-000001") is None
+
+
+async def test_rubbish_on_its_own_subject_neither_blocks_nor_hides_a_fact(broker: Broker, log: Log) -> None:
+    subject = f"rl.{log.run}.sample.completed.math.math-000001"
+    # A header of another alphabet too: what stands first is read by subject, not as it is delivered.
+    for headers in (None, {**HEADERS, "ce-type": "\u4e8b\u5b9e", EXPECTED_LAST: "1"}):
+        await log.js.publish(subject, b"rubbish", headers=headers)
+        assert await log.last("sample.completed", "math", "math-000001") is None
+    won = await log.publish(completed(1, (1.0,)))
+    assert (won.won, won.event.seq) == (True, 3)
+    await log.js.publish(subject, b"more rubbish")
+    found = await log.last("sample.completed", "math", "math-000001")
+    assert found is not None
+    assert found.id == won.event.id
+    other = await Log.connect(broker, log.run, "other")
+    late = await other.publish(completed(1, (2.0,)))
+    assert (late.won, late.event.id, late.event.fact) == (False, won.event.id, completed(1, (1.0,)))
+    await other.publish(completed(2))
+    assert [e.seq for e in await take(other.subscribe(), 2)] == [3, 5]
+    assert other.skipped == {"invalid": 3}
+    await other.close()
+
+
 @pytest.mark.parametrize("headers", [{}, {"padding": "p" * 4000}], ids=["no-headers", "long-headers"])
 async def test_the_largest_malformed_message_stops_no_reader(log: Log, headers: dict[str, str]) -> None:
     """With its reason it is larger than the stream takes: it is dead-lettered all the same, cut."""
@@ -215,7 +273,7 @@ async def test_the_largest_malformed_message_stops_no_reader(log: Log, headers: 
     await log._js.publish(f"rl.{log.run}.sample.completed.math.x", body, headers=headers or None)
     await log.publish(completed(7))
     assert [e.fact for e in await take(log.subscribe(), 1)] == [completed(7)]
-    letter = await log._js.get_last_msg(log.stream, f"dlq.{log.run}.1")
+    letter = await log._js.get_last_msg(log.stream, f"dlq.{log.run}.malformed.1")
     assert letter.headers is not None
     assert letter.headers["dlq-bytes"] == str(len(body))
     assert "not CloudEvents" in letter.headers["dlq-reason"]
@@ -229,9 +287,9 @@ async def test_a_dead_letter_waits_for_a_broker_that_is_away(tmp_path: Path) -> 
     server.start()
     log = await Log.connect(server.broker, "buried", "test")
     await log.create()
-    bad = Invalid(f"rl.{log.run}.sample.completed.math.x", "no reason", 1)
+    bad = Found(f"rl.{log.run}.sample.completed.math.x", None, b"body", 1)
     server.kill()
-    burying = asyncio.create_task(log._dead_letter(bad, None, b"body"))
+    burying = asyncio.create_task(log.letters.bury("malformed", bad, "no reason"))
     _, pending = await asyncio.wait([burying], timeout=0.3)
     assert pending
     server.start()
@@ -251,16 +309,16 @@ async def test_latest_is_not_hidden_by_rubbish_on_top(log: Log) -> None:
     found = await log.latest("sample.completed")
     assert found is not None
     assert (found.fact, found.seq) == (completed(2), 5)
-    newer = {**GOOD, "ce-type": "sample.completed", "ce-typeversion": "2"}
+    newer = {**HEADERS, "ce-type": "sample.completed", "ce-typeversion": "2"}
     await log._js.publish(f"rl.{log.run}.sample.completed.math.z", b"{}", headers=newer)
-    with pytest.raises(ValueError, match="this version cannot read"):
+    with pytest.raises(LogError, match="cannot read"):
         await log.latest("sample.completed")
 
 
 async def test_head_counts_no_dead_letters(log: Log) -> None:
     assert await log.head() == 0
     await log._js.publish(f"rl.{log.run}.sample.completed.math.y", b"rubbish")
-    await log._dead_letter(Invalid("x", "no reason", 1), None, b"")
+    await log.letters.bury("malformed", Found("x", None, b"", 1), "no reason")
     assert await log.head() == 1
 
 

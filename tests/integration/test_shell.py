@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.timeout(60)
 
 class Grading:
     """A core in small: every completed sample is graded, with an object, by how many were completed before it."""
+
+    STATE_VERSION: ClassVar[int] = 1
 
     def __init__(self) -> None:
         self.completed = 0
@@ -41,6 +44,12 @@ class Grading:
         sample = event.fact.sample
         fact = SampleGraded(source="math", sample=sample, grader="count", rewards=(float(self.completed),))
         return [Decision(fact, {f"plans/{sample}": b"object"})]
+
+    def dump(self) -> dict[str, Any]:
+        return {"completed": self.completed, "graded": dict(self.graded)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.completed, self.graded = state["completed"], Counter(state["graded"])
 
 
 def completed(number: int) -> SampleCompleted:
@@ -157,15 +166,15 @@ async def test_what_is_in_the_log_is_not_published_again(log: Log, monkeypatch: 
     async with running(log, Grading()):
         await graded(log, 3)
     tried: list[str] = []
-    publish = log.publish
+    publish_all = log.publish_all
 
-    async def watched(fact, cause=None):
-        tried.append(fact.id())
-        return await publish(fact, cause)
+    async def watched(facts):
+        tried.extend(fact.id() for fact, _ in facts)
+        return await publish_all(facts)
 
-    monkeypatch.setattr(log, "publish", watched)
+    monkeypatch.setattr(log, "publish_all", watched)
     async with running(log, Grading()):
-        await publish(completed(3))
+        await log.publish(completed(3))
         await graded(log, 4)
     assert tried == ["math-000003"]
 

@@ -1,0 +1,96 @@
+"""The log on three servers (R3): races, a lost acknowledgement, and a leader that dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from nats.errors import Error as NatsError
+
+from pipeline.log import Log
+from tests.integration.test_publish import completed, race, stored
+from tests.natsserver import NatsCluster
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
+    cluster = NatsCluster(tmp_path_factory.mktemp("cluster"))
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+async def r3(cluster: NatsCluster, run_name: str) -> AsyncIterator[Log]:
+    log = await Log.connect(cluster.broker(0), run_name, "test")
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await log.create()
+                break
+            except (NatsError, TimeoutError):
+                await asyncio.sleep(0.2)  # the cluster has no leader yet
+    yield log
+    await log.close()
+
+
+async def test_one_of_many_writers_wins_on_three_servers(cluster: NatsCluster, r3: Log) -> None:
+    assert (await r3.info()).config.num_replicas == 3
+    await race(cluster.broker(1), [[[0, 1, 2], [3]], [[2, 1, 0]], [[0], [1], [2, 3]], [[3, 0]]])
+
+
+async def test_a_retry_after_a_lost_acknowledgement_is_a_win(
+    r3: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the broker does not refuse the retry: it acknowledges it as a duplicate."""
+    publish, acks = r3._js.publish, []
+
+    async def lose_first(*args, **kwargs):
+        acks.append(await publish(*args, **kwargs))
+        if len(acks) == 1:
+            raise TimeoutError("acknowledgement lost")
+        return acks[-1]
+
+    monkeypatch.setattr(r3._js, "publish", lose_first)
+    result = await r3.publish(completed(1))
+    assert result.won
+    assert result.event.seq == acks[0].seq
+    assert acks[1].duplicate
+    assert (await r3.size())[0] == 1
+
+
+async def test_nothing_is_lost_or_doubled_when_the_leader_dies(
+    cluster: NatsCluster, r3: Log, tmp_path: Path
+) -> None:
+    info = await r3.info()
+    assert info.cluster is not None
+    leader = cluster.leader(info.cluster.leader)
+    reaching = next(i for i, server in enumerate(cluster.servers) if server is not leader)
+    log = await Log.connect(cluster.broker(reaching), r3.run, "writer")
+    half = asyncio.Event()
+
+    async def write() -> list[bool]:
+        won: list[bool] = []
+        for burst in range(20):
+            won += [
+                r.won for r in await log.publish_all([(completed(burst * 10 + i), None) for i in range(10)])
+            ]
+            won.append((await log.publish(completed(1000 + burst))).won)
+            if burst == 6:
+                half.set()
+        return won
+
+    writing = asyncio.create_task(write())
+    await half.wait()
+    leader.kill()
+    won = await asyncio.wait_for(writing, 90)
+    assert all(won)
+    events = await stored(log)
+    assert len(events) == 220
+    assert len({e.fact.id() for e in events}) == 220
+    leader.start()
+    await log.close()
