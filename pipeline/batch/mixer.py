@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from pipeline.decision import Decision
 from schemas.config import Decisions, Source
@@ -31,6 +32,8 @@ from schemas.names import sample_id, sample_index, sequence_id
 
 class MixerCore:
     """See the module's promises."""
+
+    STATE_VERSION: ClassVar[int] = 1
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -63,11 +66,34 @@ class MixerCore:
     def decide(self, event: Event) -> list[Decision]:
         if self.decisions is None or self.stopped:
             return []
-        if not isinstance(
-            event.fact, RunStarted | SampleRejected | BatchYielded | PolicyPublished | SequenceDispatched
-        ):
+        # A dispatch changes nothing: how many groups there are to be follows from these alone. To decide the rest of a burst
+        # again on each of its events would take the square of its size.
+        if not isinstance(event.fact, RunStarted | SampleRejected | BatchYielded | PolicyPublished):
             return []
         return [Decision(fact) for fact in self._facts(self.decisions)]
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "decisions": self.decisions.model_dump(mode="json") if self.decisions is not None else None,
+            "dispatched": dict(self.dispatched),
+            "rejected": dict(self.rejected),
+            "in_batches": dict(self.in_batches),
+            "yielded": self.yielded,
+            "published": self.published,
+            "stopped": self.stopped,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.run = state["run"]
+        decisions = state["decisions"]
+        self.decisions = Decisions.model_validate(decisions) if decisions is not None else None
+        self.dispatched = Counter(state["dispatched"])
+        self.rejected = Counter(state["rejected"])
+        self.in_batches = Counter(state["in_batches"])
+        self.yielded = state["yielded"]
+        self.published = state["published"]
+        self.stopped = state["stopped"]
 
     def in_play(self, source: str) -> int:
         """Groups dispatched, and neither rejected nor yielded."""

@@ -8,9 +8,11 @@ Promises:
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from pipeline.batch.yielding import batch, members
 from pipeline.decision import Decision
-from pipeline.signal.sampling import Groups, complete, judge, shape, staleness
+from pipeline.signal.sampling import Group, Groups, complete, judge, shape, staleness
 from schemas.config import Decisions
 from schemas.envelope import Event
 from schemas.facts import (
@@ -29,6 +31,8 @@ from schemas.facts import (
 
 class SamplerCore:
     """See the module's promises."""
+
+    STATE_VERSION: ClassVar[int] = 1
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -61,13 +65,40 @@ class SamplerCore:
             case _:
                 pass
 
+    def members(self, fact: BatchYielded) -> list[Group]:
+        """The groups of a batch that is about to be folded; those of one that is folded are forgotten."""
+        if self.decisions is None:
+            return []
+        return [
+            group
+            for source in self.decisions.training()
+            if source.name in fact.sources
+            for group in members(
+                self.groups, source, fact.step, fact.through, fact.sources[source.name].groups
+            )
+        ]
+
     def _settle(self, fact: BatchYielded) -> None:
-        assert self.decisions is not None
-        for source in self.decisions.training():
-            share = fact.sources[source.name]
-            for group in members(self.groups, source, fact.step, fact.through, share.groups):
-                self.groups.forget(group.sample)
+        for group in self.members(fact):
+            self.groups.forget(group.sample)
         self.yielded = max(self.yielded, fact.step)
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "decisions": self.decisions.model_dump(mode="json") if self.decisions is not None else None,
+            "yielded": self.yielded,
+            "trained": self.trained,
+            **self.groups.dump(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.run = state["run"]
+        decisions = state["decisions"]
+        self.decisions = Decisions.model_validate(decisions) if decisions is not None else None
+        self.yielded = state["yielded"]
+        self.trained = state["trained"]
+        self.groups.load(state)
 
     def decide(self, event: Event) -> list[Decision]:
         if self.decisions is None:

@@ -90,7 +90,8 @@ def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) ->
     for group in groups:
         weight = 1.0 / (len(groups) * group.loss_tokens())
         for finished, advantage in zip(group.ordered(), group.advantages, strict=True):
-            for index, context in enumerate(finished.contexts):
+            contexts = finished.contexts()
+            for index, context in enumerate(contexts):
                 if context.loss_tokens():
                     rows.append(_Row(len(sequences), index, context.tokens, advantage, weight))
             sequences.append(
@@ -98,8 +99,8 @@ def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) ->
                     source=group.source,
                     sample=group.sample,
                     sequence=finished.sequence,
-                    payload=finished.payload,
-                    contexts=finished.contexts,
+                    payload=finished.payload(),
+                    contexts=contexts,
                 )
             )
     dp, budget = decisions.batch.dp, decisions.batch.token_budget

@@ -7,13 +7,18 @@ Promises:
   rate is strictly between the source's limits, its advantages are not all zero (unless kept by configuration) and it is
   fresh enough for the next batch;
 - evaluation groups are never trained: they are rejected as such, with their rewards;
-- a group that is decided against, or yielded, leaves no state behind.
+- a group that is decided against, or yielded, leaves no state behind;
+- a finished sequence takes what its contexts and payload header take as JSON (1 KiB for one context) and a few hundred
+  bytes, in memory and in a dump.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from pipeline.signal.advantages import ESTIMATORS
 from schemas.config import Source
@@ -26,23 +31,65 @@ from schemas.facts import (
     SequenceFailed,
     SequenceFinished,
 )
-from schemas.payload import ContextMeta
+from schemas.payload import ContextMeta, PayloadHeader
 
+_CONTEXTS = TypeAdapter(tuple[ContextMeta, ...])
 _SMALLEST_GROUP = 2
 """Group-relative estimators compare: a group with fewer finished members is rejected as failed."""
 _ZERO = 1e-12
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What judging needs of a finished sequence, and the JSON of what its plan will hold: as models, those would take ten
+    times the memory until then."""
+
+    sequence: str
+    reward: float
+    tokens: int
+    longest: int
+    """Tokens of its largest context."""
+    loss_tokens: int
+    min_version: int | None
+    """The oldest policy version among its sampled tokens; None when there are none."""
+    contexts_json: str
+    payload_json: str
+
+    @classmethod
+    def of(cls, fact: SequenceFinished) -> Finished:
+        return cls(
+            sequence=fact.sequence,
+            reward=fact.reward,
+            tokens=sum(c.tokens for c in fact.contexts),
+            longest=max((c.tokens for c in fact.contexts), default=0),
+            loss_tokens=sum(c.loss_tokens() for c in fact.contexts),
+            min_version=min((c.min_version for c in fact.contexts if c.generated), default=None),
+            contexts_json=_CONTEXTS.dump_json(fact.contexts).decode(),
+            payload_json=fact.payload.model_dump_json(),
+        )
+
+    def contexts(self) -> tuple[ContextMeta, ...]:
+        return _CONTEXTS.validate_json(self.contexts_json)
+
+    def payload(self) -> PayloadHeader:
+        return PayloadHeader.model_validate_json(self.payload_json)
+
+    def dump(self) -> list[Any]:
+        """Its fields in order, as JSON values."""
+        return [getattr(self, name) for name in self.__slots__]
+
+
+@dataclass(slots=True)
 class Group:
     """A sample's group while it is undecided, or accepted and not yet in a batch."""
 
     source: str
     sample: str
     size: int
-    finished: dict[str, SequenceFinished] = field(default_factory=dict[str, SequenceFinished])
+    finished: dict[str, Finished] = field(default_factory=dict[str, Finished])
     members: dict[str, int] = field(default_factory=dict[str, int])
-    failed: set[str] = field(default_factory=set[str])
+    failed: dict[str, None] = field(default_factory=dict[str, None])
+    """An ordered set: a dump of it is the same in every process."""
     rewards: tuple[float, ...] = ()
     advantages: tuple[float, ...] = ()
     shaped_seq: int = 0
@@ -50,22 +97,53 @@ class Group:
     def settled(self) -> bool:
         return len(self.finished) + len(self.failed) == self.size
 
-    def ordered(self) -> list[SequenceFinished]:
+    def ordered(self) -> list[Finished]:
         """The finished sequences in member order."""
         return [self.finished[s] for s in sorted(self.finished, key=lambda s: self.members[s])]
 
     def min_version(self) -> int:
         """The oldest policy version among the sampled tokens of the group."""
-        return min((c.min_version for c in self.contexts() if c.generated), default=0)
+        return min((f.min_version for f in self.finished.values() if f.min_version is not None), default=0)
 
     def tokens(self) -> int:
-        return sum(c.tokens for c in self.contexts())
+        return sum(f.tokens for f in self.finished.values())
 
-    def contexts(self) -> Iterator[ContextMeta]:
-        return (c for f in self.finished.values() for c in f.contexts)
+    def longest(self) -> int:
+        """Tokens of its largest context."""
+        return max((f.longest for f in self.finished.values()), default=0)
 
     def loss_tokens(self) -> int:
-        return sum(c.loss_tokens() for c in self.contexts())
+        return sum(f.loss_tokens for f in self.finished.values())
+
+    def dump(self) -> dict[str, Any]:
+        """The group as JSON values."""
+        return {
+            "source": self.source,
+            "sample": self.sample,
+            "size": self.size,
+            "finished": [finished.dump() for finished in self.finished.values()],
+            "members": dict(self.members),
+            "failed": list(self.failed),
+            "rewards": list(self.rewards),
+            "advantages": list(self.advantages),
+            "shaped_seq": self.shaped_seq,
+        }
+
+    @classmethod
+    def restored(cls, state: dict[str, Any]) -> Group:
+        """Inverse of `dump`."""
+        finished = [Finished(*each) for each in state["finished"]]
+        return cls(
+            source=state["source"],
+            sample=state["sample"],
+            size=state["size"],
+            finished={f.sequence: f for f in finished},
+            members=dict(state["members"]),
+            failed=dict.fromkeys(state["failed"]),
+            rewards=tuple(state["rewards"]),
+            advantages=tuple(state["advantages"]),
+            shaped_seq=state["shaped_seq"],
+        )
 
 
 def staleness(group: Group, step: int) -> int:
@@ -100,12 +178,12 @@ class Groups:
     def finished(self, fact: SequenceFinished) -> None:
         group = self._groups.get(fact.sample)
         if group is not None and fact.sequence in group.members and fact.sequence not in group.failed:
-            group.finished[fact.sequence] = fact
+            group.finished[fact.sequence] = Finished.of(fact)
 
     def failed(self, fact: SequenceFailed) -> None:
         group = self._groups.get(fact.sample)
         if group is not None and fact.sequence in group.members and fact.sequence not in group.finished:
-            group.failed.add(fact.sequence)
+            group.failed[fact.sequence] = None
 
     def shaped(self, fact: SampleShaped, seq: int) -> None:
         group = self._groups.get(fact.sample)
@@ -118,6 +196,21 @@ class Groups:
         group = self._groups.pop(sample, None)
         if group is not None:
             self._waiting.get(group.source, {}).pop(sample, None)
+
+    def dump(self) -> dict[str, Any]:
+        """Every group, oldest dispatch first, and the shaped ones of each source, oldest first, as JSON values."""
+        return {
+            "groups": [group.dump() for group in self._groups.values()],
+            "waiting": {source: list(samples) for source, samples in self._waiting.items()},
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Inverse of `dump`."""
+        self._groups = {each["sample"]: Group.restored(each) for each in state["groups"]}
+        self._waiting = {
+            source: {sample: self._groups[sample] for sample in samples}
+            for source, samples in state["waiting"].items()
+        }
 
 
 def complete(group: Group) -> SampleCompleted | None:
@@ -166,7 +259,7 @@ def judge(
         return rejected("failed")
     if not group.loss_tokens():
         return rejected("no_loss")
-    if any(context.tokens > token_budget for context in group.contexts()):
+    if group.longest() > token_budget:
         return rejected("overlong")
     if not source.accept.min < rate < source.accept.max:
         return rejected("pass_rate")

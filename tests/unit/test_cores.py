@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +38,7 @@ from schemas.facts import (
     StepTrained,
 )
 from schemas.plan import Plan
+from tests.recorded import demo_events
 from tests.unit.factories import config, event, finished
 
 REF = Ref(key="k", bytes=0, crc32c=0)
@@ -57,13 +62,14 @@ class World:
         self.lost = 0
         self.publish(RunStarted(run="r", config=run_config.decisions()))
 
-    def publish(self, fact: Fact) -> None:
+    def publish(self, fact: Fact, cause: Event | None = None) -> None:
         subject = fact.subject("r").text
         if subject in self.subjects:
             self.lost += 1
             return
         self.subjects[subject] = fact
-        self.log.append(event(fact, len(self.log) + 1))
+        causation = cause.id if cause is not None else None
+        self.log.append(replace(event(fact, len(self.log) + 1), causation=causation))
         if isinstance(fact, SequenceDispatched | SampleCompleted | BatchYielded):
             self.work.append(fact)
 
@@ -86,7 +92,7 @@ class World:
         core.fold(self.log[at])
         for decision in core.decide(self.log[at]):
             self.objects.update(decision.objects)
-            self.publish(decision.fact)
+            self.publish(decision.fact, self.log[at])
 
     def do(self, fact: Fact) -> None:
         match fact:
@@ -211,6 +217,86 @@ def test_state_is_bounded_by_what_is_in_flight() -> None:
     in_play = sum(3 for _ in range(2))
     assert most <= in_play * 2
     assert len(world.facts(SampleAccepted)) >= 48
+
+
+def in_bytes(decisions: list[Decision]) -> list[tuple[str, bytes, dict[str, bytes]]]:
+    return [(d.fact.type, orjson.dumps(d.fact.model_dump(mode="json")), dict(d.objects)) for d in decisions]
+
+
+def fields(core: Core) -> dict[str, object]:
+    """All that a core holds, its groups by value."""
+    return {k: vars(v) if isinstance(v, Groups) else v for k, v in vars(core).items()}
+
+
+@pytest.mark.parametrize("make", [MixerCore, SamplerCore])
+@given(seed=st.integers(0, 10_000), ahead=st.integers(0, 2), staleness=st.integers(0, 2))
+@settings(max_examples=15, deadline=None)
+def test_a_core_that_goes_through_a_dump_after_every_event_decides_the_same_bytes(
+    make: Callable[[str], Core], seed: int, ahead: int, staleness: int
+) -> None:
+    """So any prefix may end in a snapshot: the state after it, and every decision from there on, are the same."""
+    source = {"pool": "p", "group_size": 3, "environment": {"kind": "arithmetic"}, "staleness": staleness}
+    held_out = {"name": "held-out", "groups": 0, "evaluate": 2, **source, "group_size": 1}
+    world = World(
+        config(batch={"ahead": ahead}, sources=[{"name": "math", "groups": 2, **source}, held_out]), seed
+    )
+    world.run()
+    straight: Core = make("r")
+    stored: Core = make("r")
+    for found in world.log:
+        loaded = make("another")
+        loaded.load(orjson.loads(orjson.dumps(stored.dump())))
+        stored = loaded
+        straight.fold(found)
+        stored.fold(found)
+        assert in_bytes(stored.decide(found)) == in_bytes(straight.decide(found))
+        assert orjson.dumps(stored.dump()) == orjson.dumps(straight.dump())
+        assert fields(stored) == fields(straight)
+
+
+def test_what_is_to_be_dispatched_is_not_decided_again_on_every_dispatch() -> None:
+    """360 of them in the demo, in bursts of up to 96: each is decided once, and few again while they are on their way."""
+    mixer, decided = MixerCore("demo"), 0
+    for found in demo_events():
+        mixer.fold(found)
+        decided += len(mixer.decide(found))
+    assert 361 <= decided < 2 * 361
+
+
+def test_a_dump_shares_nothing_with_the_core_that_made_it() -> None:
+    world = World(config(), seed=1)
+    world.run()
+    for core in (MixerCore("r"), SamplerCore("r")):
+        dumps: list[tuple[dict[str, object], bytes]] = []
+        for found in world.log:
+            core.fold(found)
+            dumps.append((state := core.dump(), orjson.dumps(state)))
+        assert all(orjson.dumps(state) == then for state, then in dumps)
+
+
+def test_a_sequence_in_flight_takes_at_most_4_kib_in_a_dump_and_in_memory() -> None:
+    """On the finished facts of the recorded demo, all of them in flight at once."""
+    events = demo_events()
+    inputs = [e for e in events if isinstance(e.fact, RunStarted | SequenceDispatched | SequenceFinished)]
+    sampler = SamplerCore("demo")
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for found in inputs:
+            sampler.fold(found)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    in_flight = sum(isinstance(e.fact, SequenceFinished) for e in inputs)
+    assert in_flight == 360
+    assert (after - before) / in_flight < 4096
+    assert len(orjson.dumps(sampler.dump())) / in_flight < 4096
+    # Of the whole run nothing stays but the groups that no batch took.
+    sampler = SamplerCore("demo")
+    for found in events:
+        sampler.fold(found)
+    assert len(sampler.groups) == 4
+    assert len(orjson.dumps(sampler.dump())) < 4 * 8 * 4096
 
 
 def judged(world_config: RunConfig, *members: SequenceFinished, rewards: tuple[float, ...]) -> list[Fact]:
