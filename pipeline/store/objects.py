@@ -12,6 +12,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -47,6 +48,8 @@ MAX_OBJECT = 5 << 30
 """S3's limit on a single PUT, the only kind that is conditional everywhere."""
 LONG = 1 << 20
 """Bytes from which hashing or copying takes longer than a hop to a thread."""
+_REMOVED_AT_ONCE = 1000
+"""S3's limit on the keys of one DeleteObjects."""
 _TIMEOUT = timedelta(seconds=60)
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 
@@ -215,6 +218,26 @@ class ObjectStore:
         self.counters.count()
         for meta in found:
             yield meta["path"], meta["size"]
+
+    async def remove(self, keys: Sequence[str]) -> None:
+        """Removes objects, those that are there: for a run that is given up as a whole, after which nothing names them.
+
+        Raises BadKey, StoreUnavailable.
+        """
+        for first in range(0, len(keys), _REMOVED_AT_ONCE):
+            some = [checked_key(key) for key in keys[first : first + _REMOVED_AT_ONCE]]
+
+            async def delete(some: list[str] = some) -> None:
+                try:
+                    await obstore.delete_async(self._client, some)
+                except FileNotFoundError:
+                    # A store of files stops at the first that is not there.
+                    for key in some:
+                        with contextlib.suppress(FileNotFoundError):
+                            await obstore.delete_async(self._client, key)
+
+            await self._persist(delete)
+            self.counters.count()
 
     async def _head(self, key: str) -> int | None:
         try:

@@ -32,7 +32,7 @@ from pipeline.log.tasks import end_tasks
 from pipeline.store import ObjectStore
 from schemas.config import Broker, RunConfig
 from schemas.facts import ALL, RunStarted
-from services.cli import summary
+from services.cli import disk, summary
 from services.cli.check import check_engine_url
 from services.cli.claim import claim, open_place
 from services.cli.embedded import (
@@ -48,7 +48,8 @@ from services.cli.embedded import (
 )
 from services.cli.live import Screen
 from services.cli.policy import resolve_policy
-from services.cli.runs import Choice, Known, choose, store_url, unit_arguments
+from services.cli.reach import GIVEN, RECORD
+from services.cli.runs import Choice, Known, choose, resumed, store_url, unit_arguments
 from services.cli.supervise import Member, Supervisor, Unit
 from services.dashboard import View, fold
 
@@ -56,6 +57,7 @@ INTERRUPTED = 130
 _BROKER_S = 5.0
 _ENGINE_S = 5.0
 _GRACE_S = 10.0
+_DISK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Options:
 
     fresh: bool = False
     plain: bool = False
+    resume: bool = False
+    """Only the run of exactly that name, and only when it is unfinished."""
 
 
 def run(config: RunConfig, options: Options, console: Console) -> int:
@@ -130,7 +134,11 @@ class _Launch:
         """From the checks to the end of the run; what it was run with."""
         await self._check_given()
         broker = self._broker()
-        self.choice = await choose(self.config, self.options.fresh, self._looker(broker), self.directory)
+        look = self._looker(broker)
+        if self.options.resume:
+            self.choice = await resumed(self.config, look, self.directory)
+        else:
+            self.choice = await choose(self.config, self.options.fresh, look, self.directory)
         if self.choice.note:
             self._say(self.choice.note)
         config = self._resolve(self.choice.run, broker)
@@ -214,7 +222,8 @@ class _Launch:
         if not given.trainer.rendezvous:
             update["trainer"] = given.trainer.model_copy(update={"rendezvous": f"{LOOPBACK}:{free_port()}"})
         config = given.model_copy(update=update)
-        (home / "config.toml").write_text(dumps(config))
+        (home / GIVEN).write_text(dumps(_anywhere(given, run, self.directory)))
+        (home / RECORD).write_text(dumps(config))
         return config
 
     async def _begin(self, log: Log, config: RunConfig, store: ObjectStore) -> None:
@@ -260,7 +269,9 @@ class _Launch:
         with Screen(
             self.console, self.view, supervisor.restarts, supervisor.causes, self.options.plain
         ) as screen:
-            ticking = asyncio.create_task(screen.tick())
+            tasks = [asyncio.create_task(screen.tick())]
+            if not self.config.broker.url:
+                tasks.append(asyncio.create_task(self._watch_disk(screen)))
             try:
                 async for event in log.subscribe():
                     fold(self.view, event)
@@ -268,7 +279,17 @@ class _Launch:
                     if self.view.stopped is not None:
                         return
             finally:
-                ticking.cancel()
+                await end_tasks(tasks)
+
+    async def _watch_disk(self, screen: Screen) -> None:
+        watch, broker_log = disk.Watch(str(self.directory)), disk.BrokerLog(self.directory / "nats.log")
+        while True:
+            told, restart = watch.see(disk.look(self.directory, broker_log))
+            for line in told:
+                screen.line(line)
+            if restart:
+                self.supervisor.restart("broker")
+            await asyncio.sleep(_DISK_S)
 
     async def _stop_services(self) -> None:
         await self.supervisor.stop([name for name in self.supervisor.units() if name != "broker"], _GRACE_S)
@@ -285,8 +306,12 @@ class _Launch:
                 "pids": self.supervisor.pids(),
                 "restarts": dict(self.supervisor.restarts),
             }
-            draft.write_bytes(orjson.dumps(record))
-            draft.replace(path)
+            try:
+                draft.write_bytes(orjson.dumps(record))
+                draft.replace(path)
+            except OSError as error:
+                # A full disk stops no run; the record is behind until the next start or death.
+                logging.getLogger("packtrain.launcher").warning("%s not written: %s", path, error)
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -296,6 +321,19 @@ def _absolute(section: Any, key: str) -> Any:
     """The section with one path made absolute: services may be started from anywhere."""
     path = getattr(section, key)
     return section.model_copy(update={key: str(Path(path).absolute())}) if path else section
+
+
+def _anywhere(given: RunConfig, run: str, directory: Path) -> RunConfig:
+    """What the run was started with, so that it means the same in whatever directory it is read."""
+    paths = {
+        "broker": "token_file",
+        "store": "credentials_file",
+        "engine": "token_file",
+        "agent_loop": "run_key_file",
+        "packer": "socket_dir",
+    }
+    sections = {name: _absolute(getattr(given, name), key) for name, key in paths.items()}
+    return given.model_copy(update={"run": run, "directory": str(directory), **sections})
 
 
 def check_engine(url: str) -> None:

@@ -8,18 +8,41 @@ Promises:
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from services.cli import dlq_commands, replay_commands, runs_commands, schema_commands
+from services.cli.options import (
+    DEFAULT_DIRECTORY,
+    ConfigArgument,
+    ConfigFile,
+    Directory,
+    Fresh,
+    Id,
+    Json,
+    Nats,
+    NatsTokenFile,
+    Plain,
+    Policy,
+    RunName,
+    Runs,
+    Source,
+    Steps,
+    Store,
+    StoreCredentials,
+    StoreEndpoint,
+    Type,
+    console,
+    one_line,
+)
 
+if TYPE_CHECKING:
     from pipeline.config import Override
 
 app = typer.Typer(
@@ -34,89 +57,11 @@ payload_app = typer.Typer(no_args_is_help=True, help="Read payload objects.")
 app.add_typer(config_app, name="config")
 app.add_typer(events_app, name="events")
 app.add_typer(payload_app, name="payload")
-
-DEFAULT_DIRECTORY = Path(".packtrain")
-FAILED = 1
-BAD_INPUT = 2
-_PIPED_WIDTH = 140
-
-Steps = Annotated[int | None, typer.Option(help="Optimizer steps.")]
-Policy = Annotated[str | None, typer.Option(help="tiny, smollm2, or a policy directory.")]
-RunName = Annotated[str | None, typer.Option("--run", help="Name of the run.")]
-Directory = Annotated[
-    Path | None,
-    typer.Option(help="Where broker, objects, logs and sockets are kept; .packtrain unless the file says."),
-]
-Nats = Annotated[
-    str | None,
-    typer.Option(help="A NATS server with JetStream, nats://host:port, instead of an embedded one."),
-]
-NatsTokenFile = Annotated[Path | None, typer.Option(help="File with the token of --nats.")]
-Store = Annotated[
-    str | None,
-    typer.Option(
-        help="An object store, s3://bucket/prefix, instead of files; the bucket is made if need be."
-    ),
-]
-StoreEndpoint = Annotated[str | None, typer.Option(help="S3 endpoint of --store, http(s)://host:port.")]
-StoreCredentials = Annotated[
-    Path | None, typer.Option(help="JSON file with access_key and secret_key of --store.")
-]
-Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Leave an unfinished run where it is and start the next one.")
-]
-Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
-
-ConfigArgument = Annotated[Path, typer.Argument(help="Configuration of a run, TOML.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="A run's config.toml.")]
-Runs = Annotated[
-    Path, typer.Option("--directory", help="The launcher's directory; its newest run unless --run is given.")
-]
-Type = Annotated[str | None, typer.Option("--type", help="Only this event type, as sequence.finished.")]
-Source = Annotated[
-    str | None, typer.Option(help="Only this source, pool or host; hosts are named as in sequence.opened.")
-]
-Id = Annotated[
-    str | None, typer.Option("--id", help="Only events of this sample, sequence, attempt or step.")
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line: envelope and body.")]
-
-
-def console() -> Console:
-    """Where results go: as wide as the terminal, or wide enough for the tables when there is none."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
-
-
-@contextmanager
-def one_line() -> Iterator[None]:
-    """Ends the command with one line a fault for every error that is not a bug."""
-    # What the library warns about while it retries is for a service's log; a command tells how it ended.
-    logging.getLogger("packtrain").addHandler(logging.NullHandler())
-    try:
-        yield
-    except Exception as error:
-        status = _status(error)
-        if status is None:
-            raise
-        for line in str(error).splitlines():
-            typer.echo(f"packtrain: {line}", err=True)
-        raise typer.Exit(status) from None
-
-
-def _status(error: Exception) -> int | None:
-    """The exit status of an expected error, None for a bug. Imports only modules that raised it or may have."""
-    from pipeline.config import ConfigError
-    from pipeline.log import BrokerUnavailable
-    from pipeline.store import BadStore, StoreError
-    from schemas.names import BadName
-    from services.cli.embedded import BadInput, LaunchError
-    from services.cli.supervise import GaveUp
-
-    if isinstance(error, ConfigError | BadInput | BadName | BadStore):
-        return BAD_INPUT
-    return FAILED if isinstance(error, LaunchError | GaveUp | BrokerUnavailable | StoreError) else None
+app.add_typer(schema_commands.app, name="schema")
+app.add_typer(runs_commands.app, name="runs")
+app.add_typer(runs_commands.archive_app)
+app.add_typer(replay_commands.app)
+app.add_typer(dlq_commands.app, name="dlq")
 
 
 @app.command()
@@ -327,5 +272,23 @@ def payload_show(
         payload.show(what, config, directory, run_name, console())
 
 
+def main() -> None:
+    """The command line as a process."""
+    status: object = 0
+    try:
+        app(prog_name="packtrain")
+    except SystemExit as ended:
+        status = ended.code
+    if "obstore" not in sys.modules:
+        raise SystemExit(status)
+    # The object store's client has threads of its own. One that still lets go of a Python object while the interpreter is
+    # taken down aborts the process, after all is done and said.
+    logging.shutdown()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
+
+
 if __name__ == "__main__":
-    app(prog_name="packtrain")
+    main()

@@ -3,31 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pipeline.config import load
 from schemas.config import Broker, RunConfig
-from services.cli.embedded import DirectoryLock, LaunchError, broker_member, free_port, is_embedded
+from schemas.names import BadName, checked_name
+from services.cli.embedded import (
+    DirectoryLock,
+    LaunchError,
+    broker_member,
+    free_port,
+    is_embedded,
+)
 from services.cli.supervise import Supervisor, Unit
+
+RECORD = "config.toml"
+"""A run's configuration with everything filled in, in its directory: what services and reading commands use."""
+GIVEN = "given.toml"
+"""The configuration that the run was started with: what `packtrain runs resume` starts again."""
+IMPORTING = "importing.toml"
+"""What becomes the record of a run when its import is complete."""
+_LISTEN = re.compile(r'^listen: "([0-9.]+:[0-9]+)"$', re.MULTILINE)
+
+
+def home_of(directory: Path, run: str) -> Path:
+    """The directory of a run's record; raises BadName on a run that could lie elsewhere."""
+    return directory / "runs" / checked_name(run, "run")
+
+
+def records(directory: Path) -> list[Path]:
+    """The records of a launcher's directory, the newest last."""
+
+    def legal(path: Path) -> bool:
+        try:
+            return bool(checked_name(path.parent.name, "run"))
+        except BadName:
+            return False
+
+    found = [path for path in directory.glob(f"runs/*/{RECORD}") if legal(path)]
+    return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 def find_run(config: Path | None, directory: Path, run: str | None) -> RunConfig:
     """The configuration file itself, or the record of a run in a launcher's directory: the named one, or the newest."""
     if config is not None:
         return load(config)
-    records = sorted(directory.glob("runs/*/config.toml"), key=lambda path: path.stat().st_mtime)
-    if not records:
+    found = records(directory)
+    if not found:
         raise LaunchError(
             f"{directory} holds no run; name its directory with --directory, or a file with --config"
         )
     if run is None:
-        return load(records[-1])
-    named = [path for path in records if path.parent.name == run]
+        return load(found[-1])
+    named = [path for path in found if path.parent.name == run]
     if not named:
         raise LaunchError(
-            f"{directory} has no run {run!r}; runs: {', '.join(path.parent.name for path in records)}"
+            f"{directory} has no run {run!r}; runs: {', '.join(path.parent.name for path in found)}"
         )
     return load(named[0])
 
@@ -38,11 +72,22 @@ async def broker_of(config: RunConfig) -> AsyncIterator[Broker]:
     if not is_embedded(config):
         yield config.broker
         return
-    directory = Path(config.directory)
+    async with embedded_broker(Path(config.directory)) as broker:
+        yield broker
+
+
+@asynccontextmanager
+async def embedded_broker(directory: Path) -> AsyncIterator[Broker]:
+    """The broker of a launcher's directory: the running one when a launcher (or another command) has it, else our own for
+    as long as it is needed. Raises LaunchError when the directory cannot be used."""
     try:
         lock = DirectoryLock(directory)
     except LaunchError:
-        yield config.broker  # its launcher lives, and so does the broker
+        running = running_broker(directory)
+        if running is None:
+            raise
+        # A launcher starts it on a port of its own every time: a record may name an older one.
+        yield running
         return
     with lock:
         supervisor = Supervisor()
@@ -52,3 +97,15 @@ async def broker_of(config: RunConfig) -> AsyncIterator[Broker]:
             yield broker
         finally:
             await asyncio.shield(supervisor.stop())
+
+
+def running_broker(directory: Path) -> Broker | None:
+    """How to reach the embedded broker that was started last; None when none ever was."""
+    secrets = directory / "secrets"
+    try:
+        listening = _LISTEN.search((secrets / "nats.conf").read_text())
+    except OSError:
+        return None
+    if listening is None:
+        return None
+    return Broker(url=f"nats://{listening[1]}", token_file=str(secrets / "broker-token"))

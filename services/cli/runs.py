@@ -60,6 +60,18 @@ async def choose(
     raise LaunchError(f"there are {_MOST - 1} runs named {base}; take another name with --run")
 
 
+async def resumed(
+    config: RunConfig, look: Callable[[str], Awaitable[Known | None]], directory: Path
+) -> Choice:
+    """The run of exactly that name, which must be unfinished. Raises LaunchError when it is not, or cannot go on here."""
+    known = await look(config.run)
+    if known is None:
+        raise LaunchError(f"the broker has no run {config.run}; there is nothing to go on with")
+    if known.stopped:
+        raise LaunchError(f"run {config.run} is over; packtrain run or demo starts another one")
+    return _resumed(config, config.run, known, name_of(config.run, 2), directory)
+
+
 def decide(
     config: RunConfig, newest: tuple[str, Known] | None, following: str, fresh: bool, directory: Path
 ) -> Choice:

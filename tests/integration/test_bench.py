@@ -1,4 +1,4 @@
-"""The benchmark runs, quickly, and says what it measured in the form that is compared from change to change."""
+"""The benchmarks run, and say what they measured in the form that is compared from change to change."""
 
 from __future__ import annotations
 
@@ -20,3 +20,44 @@ def test_the_quick_data_path_benchmark_gives_its_figures_within_its_time() -> No
         assert row["better"] in ("higher", "lower")
         assert row["value"] > 0
         assert row["against"] > 0
+
+
+LOG_FIGURES = {
+    "log.publish.in_flight",
+    "log.publish.same_message",
+    "log.publish.bursts",
+    "log.publish.single",
+    "log.work",
+    "log.read",
+    "log.always.in_flight",
+    "log.always.bursts",
+    "log.always.single",
+    "log.write.events",
+    "log.fold.events",
+    "log.fold.seconds",
+    "log.fold.deciding",
+    "log.state.memory",
+    "log.state.json",
+    "log.state.growth",
+    "log.state.resident",
+    "log.start.snapshot",
+    "log.start.refold",
+}
+
+
+def test_the_log_benchmark_measures_all_that_it_names_on_a_tiny_run(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "bench" / "log.py"), "--events", "400", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT, check=True)
+    figures = {row["name"]: row for row in json.loads(file.read_text())}
+    assert set(figures) == LOG_FIGURES
+    for row in figures.values():
+        assert set(row) == {"name", "value", "unit", "goal", "better", "against"}
+        assert row["better"] in ("higher", "lower")
+        assert row["value"] > 0
+        assert row["against"] > 0
+        assert row["goal"] >= 0
+        assert row["name"] in done.stdout
+    # These two do not depend on how busy the machine is.
+    assert figures["log.state.json"]["value"] <= figures["log.state.json"]["goal"]
+    assert figures["log.state.growth"]["value"] <= figures["log.state.growth"]["goal"]

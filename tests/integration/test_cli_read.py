@@ -185,7 +185,7 @@ async def test_the_documented_consumer_runs_as_it_stands(tmp_path: Path, log: Lo
             termination="completed", turns=1, contexts=(), payload=PayloadHeader(key="k", bytes=1, columns=()),
         )
     )  # fmt: skip
-    page = (DEMO.parents[1] / "docs" / "events.md").read_text()
+    page = (DEMO.parents[1] / "docs" / "consumers.md").read_text()
     program = page.partition("```python\n")[2].partition("```")[0]
     assert "/runs/demo/" in program
     consumer = await asyncio.create_subprocess_exec(

@@ -1,0 +1,171 @@
+"""`packtrain runs rm`: everything of one run, and nothing of another.
+
+Promises:
+- nothing is removed from a run that goes on, nor before a person or --yes agreed;
+- first goes the run's claim on its objects, without which no launcher goes on with it; last goes its record, so that the
+  same command finishes what was interrupted;
+- objects whose claim names another log are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import orjson
+from nats.js.errors import NotFoundError
+
+from pipeline.log import Log
+from pipeline.store import ObjectMissing, ObjectStore
+from schemas.config import Broker, Store
+from schemas.facts import ALL, RunStarted
+from schemas.keys import run_prefix
+from services.cli.claim import claim_key
+from services.cli.embedded import LaunchError
+from services.cli.launcher import find_launcher
+from services.cli.live import counted
+from services.cli.reach import IMPORTING, RECORD, home_of
+from services.cli.run_control import Place, ending, log_of, place_of
+from services.cli.summary import size
+
+Say = Callable[[str], None]
+Ask = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What there is of a run."""
+
+    events: int | None = None
+    bytes: int = 0
+    objects: tuple[str, ...] = ()
+    object_bytes: int = 0
+    foreign: bool = False
+    files: tuple[Path, ...] = ()
+
+    def told(self, run: str) -> str:
+        """In words; empty when there is nothing."""
+        parts: list[str] = []
+        if self.events is not None:
+            parts.append(f"{counted(self.events, 'event')} ({size(self.bytes)})")
+        if self.objects:
+            parts.append(f"{counted(len(self.objects), 'object')} ({size(self.object_bytes)})")
+        parts += [str(path) for path in self.files]
+        return f"run {run}: {', '.join(parts)}" if parts else ""
+
+
+def remove(directory: Path, run: str, given: Broker | None, ask: Ask, say: Say) -> bool:
+    """Removes the run; False when the person did not agree. Raises LaunchError, BrokerUnavailable, StoreError."""
+    home = home_of(directory, run)
+    running = find_launcher(directory)
+    if running is not None and running.run == run:
+        raise LaunchError(
+            f"run {run} is running (launcher {running.pid}); packtrain runs stop {run} stops it first"
+        )
+    return asyncio.run(_remove(directory, home, run, given, ask, say))
+
+
+async def _remove(directory: Path, home: Path, run: str, given: Broker | None, ask: Ask, say: Say) -> bool:
+    async with place_of(directory, run, given) as place, log_of(place, run) as log:
+        store = _store(directory, place, given)
+        found = await _look(directory, home, run, log, store, own=given is None or place.record is not None)
+        told = found.told(run)
+        if not told:
+            raise LaunchError(f"there is no run {run!r} in {directory} and broker {place.broker.url}")
+        if not ask(told):
+            return False
+        if store is not None and found.objects:
+            await store.remove([key for key in found.objects if key == claim_key(run)])
+            await store.remove([key for key in found.objects if key != claim_key(run)])
+            _sweep(store.url, run)
+        for stream in (f"KV_{log.stream}", log.stream):
+            try:
+                await log.js.delete_stream(stream)
+            except NotFoundError:
+                continue
+    for path in found.files:
+        if path == home:
+            _remove_home(home)
+        else:
+            path.unlink(missing_ok=True)
+    say(f"removed {told}")
+    if found.foreign:
+        say(f"the objects below {run_prefix(run)} stay: they are of another run {run}")
+    if store is None:
+        say("objects were not looked for: no record here names the run's store")
+    return True
+
+
+def _store(directory: Path, place: Place, given: Broker | None) -> ObjectStore | None:
+    if place.record is not None:
+        return ObjectStore.open(place.record.store, patience_s=10.0)
+    if given is None and (directory / "objects").is_dir():
+        return ObjectStore.open(Store(url=(directory / "objects").absolute().as_uri()))
+    return None
+
+
+async def _look(
+    directory: Path, home: Path, run: str, log: Log, store: ObjectStore | None, own: bool
+) -> Holdings:
+    """What there is. Raises LaunchError when services of the run are at work."""
+    found = Holdings()
+    name: str | None = None
+    if await log.exists():
+        if await ending(log) is None and (busy := await _busy(log)):
+            raise LaunchError(
+                f"run {run} is running: its consumers {', '.join(busy)} are being read; packtrain runs stop {run} --cancel ends it"
+            )
+        found = replace(found, events=(await log.size())[0], bytes=(await log.size())[1])
+        started = await log.last(RunStarted.type, ALL, run)
+        name = started.id if started is not None else None
+    if store is not None:
+        try:
+            claimed = await store.get(claim_key(run))
+        except ObjectMissing:
+            claimed = None
+        if claimed is not None and name is not None and claimed != orjson.dumps({"log": name}):
+            found = replace(found, foreign=True)
+        else:
+            objects = [entry async for entry in store.list(run_prefix(run))]
+            found = replace(
+                found, objects=tuple(key for key, _ in objects), object_bytes=sum(n for _, n in objects)
+            )
+    if own:
+        secrets = [directory / "secrets" / f"{kind}-{run}" for kind in ("engine-token", "run-key")]
+        found = replace(found, files=tuple(path for path in (*secrets, home) if path.exists()))
+    return found
+
+
+async def _busy(log: Log) -> list[str]:
+    """Durable consumers of the run that somebody waits on."""
+    consumers = await log.js.consumers_info(log.stream)
+    return sorted(c.name for c in consumers if c.config.durable_name and c.num_waiting)
+
+
+def _sweep(url: str, run: str) -> None:
+    """Removes the empty directories that a store of files keeps."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        root = Path(unquote(parts.path)) / run_prefix(run)
+        for path in sorted(root.rglob("*"), reverse=True):
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        if root.is_dir() and not any(root.iterdir()):
+            root.rmdir()
+
+
+def _remove_home(home: Path) -> None:
+    """The record last: it says where the rest is, to whoever finishes this."""
+    for path in home.iterdir():
+        if path.name not in (RECORD, IMPORTING):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    for name in (IMPORTING, RECORD):
+        (home / name).unlink(missing_ok=True)
+    home.rmdir()
