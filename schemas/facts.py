@@ -207,6 +207,20 @@ class SequenceFailed(_SequenceFact):
     failure: Failure = Field(description="why the last attempt failed")
 
 
+class SequenceScored(_SequenceFact):
+    """A teacher's scores of a finished sequence are in the store, as a sidecar beside its payload. One per teacher."""
+
+    type: ClassVar[str] = "sequence.scored"
+    teacher: Name = Field(description="the teacher, as the configuration names it")
+    tokens: int = Field(ge=0, description="sampled tokens that it scored")
+    scores: PayloadHeader = Field(
+        description="where the scores are in the object store: log-probabilities of the sampled tokens, or top-k"
+    )
+
+    def id(self) -> str:
+        return f"{self.sequence}-{self.teacher}"
+
+
 class _SampleFact(Fact):
     source: Name = Field(description="source id: the task distribution that the sample is of")
     sample: Name = Field(description="sample id, <source>-<index in six digits>")
@@ -392,6 +406,7 @@ FACTS: dict[str, type[Fact]] = {
         SequenceVerified,
         SequenceFinished,
         SequenceFailed,
+        SequenceScored,
         SampleCompleted,
         SampleGraded,
         SampleAccepted,

@@ -4,7 +4,8 @@ Promises:
 - a sequence that has finished or failed is never run again: whatever is delivered twice, one `sequence.finished` or
   `sequence.failed` stands;
 - an attempt ends in one verdict: the harness's, or ours when none comes within the budget (infra, `harness_timeout`);
-- an infra failure is a new attempt, up to `agent_loop.max_attempts`, then `sequence.failed`; it is never a reward;
+- an infra failure is a new attempt, up to `agent_loop.max_attempts`, then `sequence.failed`; it is never a reward. Attempts
+  are counted in the log: a delivery that came to none (the broker restarted, its host was told to stop) uses up none;
 - the payload is in the store before `sequence.finished` is in the log, and the dispatch is acknowledged after both.
 """
 
@@ -17,6 +18,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from aiohttp import web
 
@@ -32,6 +34,7 @@ from pipeline.secret_file import read_secret
 from pipeline.store import ObjectExists, StoreUnavailable
 from pipeline.store.keys import payload_key
 from pipeline.store.payload import write_payload
+from schemas.config import AgentLoop
 from schemas.envelope import BodyTooLarge, Event
 from schemas.facts import (
     Failure,
@@ -53,6 +56,7 @@ SHUTDOWN_S = 2.0
 """How long requests may take to end once their sessions are closed."""
 _VERSION_POLL_S = 0.1
 _MORE_DELIVERIES = 5
+"""Deliveries that may come to no attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,11 @@ def judge(verdict: SequenceVerified | None, *, turns: int, owed: bool, malformed
     return Result(None, verdict.reward, ended)
 
 
+def max_deliver(config: AgentLoop) -> int:
+    """Deliveries of a dispatch. The limit of attempts comes first where attempts are made, and says more."""
+    return config.max_attempts + _MORE_DELIVERIES
+
+
 class Verdicts:
     """Hands each `sequence.verified` that is addressed to this host to whoever waits for it."""
 
@@ -159,22 +168,28 @@ class Host:
         if await self._decided(fact):
             await delivery.ack()
             return
-        if delivery.attempt > self._config.max_attempts:
+        made, newest = await self._made(fact)
+        if newest is not None and made >= self._config.max_attempts:
+            if (left := _left(newest)) > 0:
+                # Its host may live, and only have been out of the broker's sight: what it finishes is not to be lost.
+                await delivery.retry(left)
+                return
             lost = Failure(
                 kind="infra", reason="attempts_lost", detail="its hosts were lost or handed it back each time"
             )
-            await self._fail(event, fact, delivery.attempt - 1, lost)
+            await self._fail(event, fact, lost)
             await delivery.ack()
             return
-        result = await self._attempt(event, fact, delivery.attempt)
+        result = await self._attempt(event, fact, made + 1)
         if result is None:
             await delivery.ack()
             return
         self._ctx.logger.info(
             "attempt failed: %s (%s)", result.reason, result.detail, extra={"sequence": fact.sequence}
         )
-        if delivery.attempt >= self._config.max_attempts:
-            await self._fail(event, fact, delivery.attempt, result)
+        made, _ = await self._made(fact)
+        if made >= self._config.max_attempts or delivery.attempt >= max_deliver(self._config):
+            await self._fail(event, fact, result)
             await delivery.ack()
         else:
             await delivery.retry(RETRY_S)
@@ -186,7 +201,7 @@ class Host:
         assert isinstance(fact, SequenceDispatched)
         if not await self._decided(fact):
             lost = Failure(kind="infra", reason="dead_letter", detail=reason)
-            await self._fail(event, fact, min(delivery.attempt, self._config.max_attempts), lost)
+            await self._fail(event, fact, lost)
 
     async def _decided(self, fact: SequenceDispatched) -> bool:
         for type_ in (SequenceFinished.type, SequenceFailed.type):
@@ -194,9 +209,24 @@ class Host:
                 return True
         return False
 
-    async def _fail(self, cause: Event, fact: SequenceDispatched, attempts: int, failure: Failure) -> None:
+    async def _made(self, fact: SequenceDispatched) -> tuple[int, Event | None]:
+        """(attempts at the sequence so far, the newest's `sequence.opened`): their numbers have no gaps."""
+        made, newest = 0, None
+        while True:
+            name = attempt_id(fact.sequence, made + 1)
+            opened = await self._ctx.log.last(SequenceOpened.type, fact.pool, name)
+            if opened is None:
+                return made, newest
+            made, newest = made + 1, opened
+
+    async def _fail(self, cause: Event, fact: SequenceDispatched, failure: Failure) -> None:
+        made, _ = await self._made(fact)
         failed = SequenceFailed(
-            source=fact.source, sample=fact.sample, sequence=fact.sequence, attempts=attempts, failure=failure
+            source=fact.source,
+            sample=fact.sample,
+            sequence=fact.sequence,
+            attempts=made,
+            failure=failure,
         )
         await self._ctx.log.publish(failed, cause)
 
@@ -243,14 +273,11 @@ class Host:
     async def _opened(
         self, event: Event, fact: SequenceDispatched, first: int, deadline: float
     ) -> AsyncIterator[Attempt]:
-        """The session and its `sequence.opened`, under the next attempt number that nobody has taken."""
+        """The session and its `sequence.opened`, under the first number from `first` on that nobody takes before."""
         behaviour = self._ctx.config.source(fact.source).behaviour
         number = first
         while True:
             name = attempt_id(fact.sequence, number)
-            if await self._ctx.log.last(SequenceOpened.type, fact.pool, name) is not None:
-                number += 1
-                continue
             session = self._capture.open(name, behaviour)
             # Before it is published: a quick verdict may come before the broker's acknowledgement.
             verdict = self._verdicts.expect(name)
@@ -329,8 +356,7 @@ async def serve(ctx: Context) -> None:
                 WORK,
                 SequenceDispatched.type,
                 ack_wait_s=config.agent_loop.ack_wait_s,
-                # The host's own limit comes first, and says more.
-                max_deliver=config.agent_loop.max_attempts + _MORE_DELIVERIES,
+                max_deliver=max_deliver(config.agent_loop),
             )
             verdicts = asyncio.create_task(host.follow_verdicts())
             serving = asyncio.create_task(
@@ -345,6 +371,12 @@ async def serve(ctx: Context) -> None:
                 await end_tasks((serving, verdicts))
         finally:
             await runner.cleanup()
+
+
+def _left(opened: Event) -> float:
+    """Seconds within which the attempt's host, if it lives, comes to a result."""
+    assert isinstance(opened.fact, SequenceOpened)
+    return opened.fact.budget_s + GRACE_S - (datetime.now(UTC) - opened.time).total_seconds()
 
 
 def _listen(address: str) -> socket.socket:

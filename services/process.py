@@ -32,6 +32,8 @@ SERVICES: dict[str, str] = {
 """Deployable services: their names on the command line and their modules, imported only in their own process."""
 
 _CONNECT_S = 30.0
+_STOP_S = 5.0
+"""Less than whoever stops a process waits until he kills it."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,28 @@ async def run_service(
     try:
         store = ObjectStore.open(config.store)
         logger.info("started")
-        await serve(Context(config, name, log, store, stop, logger, index, pool))
+        serving = asyncio.ensure_future(serve(Context(config, name, log, store, stop, logger, index, pool)))
+        await _served(serving, ending, stop)
         logger.info("stopped")
     finally:
         await end_tasks([ending])
         await log.close()
+
+
+async def _served(serving: asyncio.Future[None], ending: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """Until the service has ended. Once it is told to stop it has `_STOP_S`: it may wait for a broker that is away."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait({serving, ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if serving not in done:
+            if ending in done:
+                # Without it the service would not hear that the run has stopped.
+                ending.result()
+            await asyncio.wait({serving}, timeout=_STOP_S)
+        if serving.done():
+            serving.result()
+    finally:
+        await end_tasks((serving, stopping))
 
 
 async def _connected(config: RunConfig, name: str, stop: asyncio.Event) -> Log | None:

@@ -16,11 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config import load
 from pipeline.log import Log, end_tasks
 from schemas.envelope import Event
 from schemas.facts import SequenceFinished
-from services.cli.reach import broker_of
+from services.cli.reach import broker_of, read_record
 
 ROWS = 10_000
 NAMES = ("source", "sample", "sequence", "termination")
@@ -87,7 +86,7 @@ async def main() -> None:
     parser.add_argument("--follow", action="store_true", help="go on when the run has stopped")
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="a part after S quiet seconds")
     given = parser.parse_args()
-    config = load(given.config)
+    config = read_record(given.config)
     given.directory.mkdir(parents=True, exist_ok=True)
     newest = max((int(part.stem.split("-")[1]) for part in given.directory.glob("*.parquet")), default=0)
     async with broker_of(config) as broker:

@@ -15,11 +15,10 @@ from pathlib import Path
 import aiohttp
 import tenacity
 
-from pipeline.config import load
 from pipeline.log import Log, end_tasks
 from schemas.envelope import Event, encode
 from schemas.facts import FACTS
-from services.cli.reach import broker_of
+from services.cli.reach import broker_of, read_record
 
 LOG = logging.getLogger("webhooks")
 QUIET_S = 2.0
@@ -81,7 +80,7 @@ async def main() -> None:
     parser.add_argument("--follow", action="store_true", help="go on when the run has stopped")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    config = load(given.config)
+    config = read_record(given.config)
     timeout = aiohttp.ClientTimeout(total=30)
     async with broker_of(config) as broker, aiohttp.ClientSession(timeout=timeout) as session:
         log = await Log.connect(broker, config.run, "webhooks")

@@ -119,12 +119,27 @@ class SamplerCore:
                 return (
                     [Decision(shape(group, self.decisions.source(group.source)))] if group is not None else []
                 )
-            case SampleShaped() | StepTrained():
+            case SampleShaped(source=source):
+                return self._batch(event) if self._lacked(source, event.seq) else []
+            case StepTrained():
                 return self._batch(event)
             case BatchYielded():
                 return self._stale() + self._batch(event)
             case _:
                 return []
+
+    def _lacked(self, name: str, seq: int) -> bool:
+        """Whether the next batch lacked a group of the source before the event `seq`.
+
+        One beyond the source's share changes nothing: what it would decide was decided before it. To make the plan again
+        for each of them would take the square of their number.
+        """
+        assert self.decisions is not None
+        for source in self.decisions.training():
+            if source.name == name:
+                before = members(self.groups, source, self.yielded + 1, seq - 1, source.groups)
+                return len(before) < source.groups
+        return False
 
     def _batch(self, event: Event) -> list[Decision]:
         assert self.decisions is not None

@@ -29,10 +29,17 @@ _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _TELL_AFTER = 3
 """Tries: less is a broker that restarts."""
 _TELL_EVERY_S = 60.0
-_UNAVAILABLE = 503
-"""JetStream's code for what can pass: no leader, no room."""
+_PASSING_STATUS = {429, 503}
+"""JetStream's status of what can pass: too many requests; no leader, no room."""
+_PASSING = {10009, 10118, 10119, 10158}
+"""Its codes for what can pass in spite of their status: another leader, a stream or consumer that is offline, and a message of
+this id that is on its way to the replicas: the try before, of which nobody knows yet."""
 _FULL = {10023, 10028, 10047, 10077}
 """JetStream's codes for storage that is used up: of the server, the account, or the stream (`max_bytes`)."""
+_FULL_SAID = ("no space left on device", "error creating store")
+"""What it says of a full disk where it makes a stream or a consumer; the codes of that are for every other fault too."""
+_NO_STREAM = 10059
+NO_JETSTREAM = "it does not serve JetStream: it is starting or stopping, or was started without -js"
 _NO_SPACE = "the broker's storage is full"
 _T = TypeVar("_T")
 
@@ -70,7 +77,9 @@ class Patience:
             except (NatsError, OSError, TimeoutError) as error:
                 if self._client.is_closed:
                     raise
-                if isinstance(error, APIError) and error.code != _UNAVAILABLE and not _full(error):
+                if isinstance(error, APIError) and not _passes(error):
+                    if error.err_code == _NO_STREAM:
+                        raise self._gone() from error
                     raise LogError(
                         f"{what}: the broker refuses it for good: {error.description} ({error.err_code})"
                     ) from error
@@ -102,9 +111,10 @@ class Patience:
             try:
                 await self._js.stream_info(self._stream)
             except NotFoundError:
-                raise LogError(
-                    f"stream {self._stream} is not in the broker: the run was removed, or this is another broker; check broker.url and run"
-                ) from error
+                raise self._gone() from error
+            except APIError as refusal:
+                if refusal.code is None:
+                    return False, NO_JETSTREAM
             except (NatsError, OSError, TimeoutError):
                 pass
             else:
@@ -115,6 +125,11 @@ class Patience:
                     )
         return False, str(error) or type(error).__name__
 
+    def _gone(self) -> LogError:
+        return LogError(
+            f"stream {self._stream} is not in the broker: the run was removed, or this is another broker; check broker.url and run"
+        )
+
 
 def _over(outage: _Outage) -> None:
     if outage.since is not None:
@@ -122,5 +137,12 @@ def _over(outage: _Outage) -> None:
         outage.since, outage.told = None, 0.0
 
 
+def _passes(error: APIError) -> bool:
+    # Without a code: nobody answered the request, as JetStream is starting, stopping, or not there.
+    return error.code is None or error.code in _PASSING_STATUS or error.err_code in _PASSING or _full(error)
+
+
 def _full(error: Exception) -> bool:
-    return isinstance(error, APIError) and error.err_code in _FULL
+    if not isinstance(error, APIError):
+        return False
+    return error.err_code in _FULL or any(said in (error.description or "") for said in _FULL_SAID)

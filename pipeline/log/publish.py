@@ -21,13 +21,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import orjson
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import Header, RawStreamMsg
 from nats.js.errors import APIError, NotFoundError
 
+from pipeline.log.acks import Acks
 from pipeline.log.patience import LogError, Patience
 from pipeline.log.tracing import publishing
 from schemas.envelope import EXPECTED_LAST, Event, Message, Unknown, at, decode, encode, new_event
@@ -41,6 +41,8 @@ _NO_BATCHES = {10174, 10205}
 PUBLISH_TIMEOUT_S = 3.0
 _DECIDED = {*WRONG_LAST_SEQUENCE, 10201}
 """Its codes for a batch of which something is in the log already: another's, or our own, stored before."""
+# Looked up once: an enum's value costs a microsecond.
+_MSG_ID, _STREAM = Header.MSG_ID.value, Header.EXPECTED_STREAM.value
 _BATCH = 256
 _BATCH_BYTES = 4 * 1024 * 1024
 
@@ -66,6 +68,7 @@ class Publisher:
         self._run = run
         self._producer = producer
         self._atomic = True
+        self._acks = Acks(client, PUBLISH_TIMEOUT_S)
 
     async def publish(self, fact: Fact, cause: Event | None) -> Published:
         """Raises BodyTooLarge or BadName for a fact that may not be an event, LogError when the log will never take it."""
@@ -74,7 +77,7 @@ class Publisher:
             return await self._single(event, encode(event, self._run))
 
     async def publish_all(self, facts: Sequence[tuple[Fact, Event | None]]) -> list[Published]:
-        """Several facts, in order. Raises as `publish` does; then the log holds all up to some fact of them."""
+        """Several facts, in order. Raises as `publish` does; then the log holds some of them."""
         pairs: list[tuple[Event, Message]] = []
         published: list[Published] = []
         # A span a fact, for its place in its trace; all last until all is sent, as the bursts are sent together.
@@ -117,17 +120,12 @@ class Publisher:
         while True:
             headers = {
                 **message.headers,
-                Header.MSG_ID.value: event.id,
+                _MSG_ID: event.id,
+                _STREAM: self._stream,
                 EXPECTED_LAST: str(expected),
             }
             try:
-                ack = await self._js.publish(
-                    message.subject,
-                    message.body,
-                    stream=self._stream,
-                    headers=headers,
-                    timeout=PUBLISH_TIMEOUT_S,
-                )
+                ack = await self._acks.publish(message.subject, message.body, headers)
                 if not ack.duplicate:
                     return Published(at(event, ack.seq), won=True)
             except APIError as error:
@@ -141,36 +139,45 @@ class Publisher:
             expected = rubbish
 
     async def _burst(self, burst: list[tuple[Event, Message]]) -> list[Published]:
-        if len(burst) > 1 and self._atomic:
+        published: list[Published] = []
+        while len(burst) > 1 and self._atomic:
             try:
-                return await self._batch(burst)
+                stored = await self._batch(burst)
+                if stored is not None:
+                    return published + stored
+                _LOG.info("the broker knows no atomic batches: each of a burst goes on its own")
+                self._atomic = False
+                break
             except APIError as error:
                 if error.err_code in _NO_BATCHES:
                     _LOG.info("%s takes no atomic batches: %s", self._stream, error.description)
                     self._atomic = False
-                elif error.err_code not in _DECIDED:
-                    return await self._after_outage(burst)
+                    break
+                if error.err_code in _DECIDED:
+                    break
             except (NatsError, OSError, TimeoutError):
                 if self._client.is_closed:
                     raise
-                return await self._after_outage(burst)
-        # One of them is decided already: event ids tell, fact by fact.
-        return list(await asyncio.gather(*(self._single(event, message) for event, message in burst)))
+            # The broker went away, or is full: nobody knows whether the batch was stored. Its first fact alone waits and
+            # finds out; the others are a batch again, so that their order stays.
+            event, message = burst[0]
+            published.append(await self._single(event, message))
+            burst = burst[1:]
+        # One of them is decided already, and event ids tell which.
+        singles = await asyncio.gather(*(self._single(event, message) for event, message in burst))
+        return published + list(singles)
 
-    async def _after_outage(self, burst: list[tuple[Event, Message]]) -> list[Published]:
-        # The batch met a broker that went away or is full: nobody knows whether it was stored. The first fact alone waits for the broker and finds out; the others are
-        # a batch again, so that their order stays.
-        event, message = burst[0]
-        return [await self._single(event, message), *await self._burst(burst[1:])]
+    async def _batch(self, burst: list[tuple[Event, Message]]) -> list[Published] | None:
+        """All or nothing; None: the broker took each for a message of its own, and whether it did is not known.
 
-    async def _batch(self, burst: list[tuple[Event, Message]]) -> list[Published]:
-        """All or nothing. Raises APIError when the broker refuses it, TimeoutError when nobody knows."""
+        Raises APIError when the broker refuses it, TimeoutError when nobody knows.
+        """
         batch, last = uuid.uuid4().hex, len(burst)
         for number, (event, message) in enumerate(burst, 1):
             headers = {
                 **message.headers,
-                Header.MSG_ID.value: event.id,
-                Header.EXPECTED_STREAM.value: self._stream,
+                _MSG_ID: event.id,
+                _STREAM: self._stream,
                 "Nats-Batch-Id": batch,
                 "Nats-Batch-Sequence": str(number),
             }
@@ -178,13 +185,10 @@ class Publisher:
                 await self._client.publish(message.subject, message.body, headers=headers)
                 continue
             headers["Nats-Batch-Commit"] = "1"
-            answer = await self._client.request(
-                message.subject, message.body, timeout=PUBLISH_TIMEOUT_S, headers=headers
-            )
-            ack = orjson.loads(answer.data)
-            if "error" in ack:
-                raise APIError.from_error(ack["error"])
-            first = int(ack["seq"]) - last + 1
+            ack = await self._acks.publish(message.subject, message.body, headers)
+            if ack.batch != batch:
+                return None
+            first = ack.seq - last + 1
             return [Published(at(event, first + i), won=True) for i, (event, _) in enumerate(burst)]
         raise AssertionError("unreachable")
 

@@ -65,7 +65,7 @@ class Durable:
 
     async def read(self, start: int | datetime, poll_s: float) -> AsyncGenerator[Found, None]:
         """Messages for ever. Raises LogError when the durable is another's, or cannot be read."""
-        await self._patiently(lambda: self._make(start), f"durable {self._name}")
+        await self._patiently(lambda: self._make(start), f"durable {self._name}", stores=True)
         await self._alone()
         following = 0
         while not self._client.is_closed:
@@ -118,9 +118,11 @@ class Durable:
                 if error.err_code not in _EXISTS:
                     raise
                 info = await self._info()
-        config = info.config if info is not None else None
-        if config is None or config.filter_subject != self._subject or config.ack_policy != AckPolicy.ALL:
-            found = config and (config.filter_subject or config.filter_subjects)
+                if info is None:
+                    raise
+        config = info.config
+        if config.filter_subject != self._subject or config.ack_policy != AckPolicy.ALL:
+            found = config.filter_subject or config.filter_subjects
             raise LogError(
                 f"durable {self._name} of stream {self._stream} reads {found}, not {self._subject}: give the subscription another name, or remove the durable (Log.unsubscribe)"
             )

@@ -14,6 +14,7 @@ Attributes are those of OpenTelemetry's semantic conventions for messaging and C
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Generator
@@ -21,7 +22,16 @@ from contextlib import contextmanager
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, StatusCode, TraceFlags
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    ProxyTracer,
+    ProxyTracerProvider,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+)
 
 from schemas.envelope import Event
 from schemas.facts import Fact
@@ -30,6 +40,7 @@ from schemas.names import stream_name
 _TRACER = trace.get_tracer("packtrain")
 """Stands for the provider's own as soon as the process has set one."""
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]{0,400})?")
+_LONGEST = 512
 _UUID = re.compile(r"[0-9a-f]{32}")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _KNOWN_FLAGS = 0x03
@@ -44,6 +55,13 @@ def publishing(fact: Fact, run: str, cause: Event | None) -> Generator[str]:
     and a good traceparent; or else the one that every process derives for the correlation.
     """
     correlation = fact.correlation()
+    header = cause.traceparent if cause is not None and cause.correlation == correlation else None
+    # None that is longer is good, and what is remembered must not be anybody's to fill.
+    header = header if header is None or len(header) <= _LONGEST else None
+    if _silent():
+        yield _passed_on(header, run, correlation)
+        return
+    stated = _read(header)
     attributes = {
         "messaging.system": "nats",
         "messaging.operation.type": "send",
@@ -53,7 +71,6 @@ def publishing(fact: Fact, run: str, cause: Event | None) -> Generator[str]:
     }
     if correlation is not None:
         attributes["messaging.message.conversation_id"] = correlation
-    stated = _stated(cause) if cause is not None and cause.correlation == correlation else None
     parent = _within(stated or _root(run, correlation))
     links = None if stated or cause is None else [Link(trace_context(cause))]
     span = _TRACER.start_span(f"publish {fact.type}", parent, SpanKind.PRODUCER, attributes, links)
@@ -93,12 +110,18 @@ def handling(event: Event, consumer: str) -> Generator[None]:
 def trace_context(event: Event) -> SpanContext:
     """The event's place in its trace: what its traceparent says or, without a good one, what follows from its id."""
     # Our ids are UUIDs: such a trace is found by the id of the event that it begins with.
-    return _stated(event) or _derived(event.id, event.id if _UUID.fullmatch(event.id) else None)
+    return _read(event.traceparent) or _derived(event.id, event.id if _UUID.fullmatch(event.id) else None)
 
 
-def _stated(event: Event) -> SpanContext | None:
-    """What the event's traceparent says; None: it has none, or a malformed one."""
-    found = _TRACEPARENT.fullmatch(event.traceparent or "")
+@functools.lru_cache(maxsize=4096)
+def _passed_on(header: str | None, run: str, correlation: str | None) -> str:
+    """The traceparent of an event where nobody makes spans: one text for nearly all of a correlation."""
+    return _text(_read(header) or _root(run, correlation))
+
+
+def _read(header: str | None) -> SpanContext | None:
+    """What a traceparent says; None: there is none, or a malformed one."""
+    found = _TRACEPARENT.fullmatch(header or "")
     if found is None:
         return None
     version, trace_id, span_id, flags, more = found.groups()
@@ -106,6 +129,12 @@ def _stated(event: Event) -> SpanContext | None:
     if not (whole and int(trace_id, 16) and int(span_id, 16)):
         return None
     return SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16) & _KNOWN_FLAGS))
+
+
+def _silent() -> bool:
+    """Whether there is no SDK, so that a span would be nothing but its parent: to make one takes as long as all else that
+    we do about a publish."""
+    return isinstance(_TRACER, ProxyTracer) and isinstance(trace.get_tracer_provider(), ProxyTracerProvider)
 
 
 def _root(run: str, correlation: str | None) -> SpanContext:

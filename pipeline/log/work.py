@@ -3,7 +3,8 @@
 Promises:
 - a fact is handled by one reader at a time and comes back when its reader falls silent for `ack_wait_s`;
 - `serve_work` pulls only into free slots, keeps the fact its own while the handler lives, and hands back what it
-  has when it is stopped;
+  has when it is stopped; a fact that is delivered again meanwhile, as the broker was away and did not hear that it is kept,
+  is not handled a second time beside the first;
 - a handler that raises costs its own delivery (which is retried, with growing delay), never another's;
 - a fact costs at most `max_deliver` handlers, whatever it does to them: then it is a dead letter
   (`pipeline.log.dead_letters`), and comes back when a person retries it.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -93,6 +95,15 @@ class Delivery:
         self.settled = True
         await self._message.term()
 
+    @property
+    def seq(self) -> int:
+        """Stream sequence of what was delivered: the fact, or its retried letter."""
+        return self._letter or self.event.seq
+
+    def renew(self, again: Delivery) -> None:
+        """Answers from now on as `again`, a later delivery of the same."""
+        self._message = again._message
+
     async def progress(self) -> None:
         """Keeps the fact from coming back for another `ack_wait_s`."""
         await self._message.in_progress()
@@ -129,7 +140,7 @@ class Work:
         """Declares the consumer (idempotent), and binds to it. Waits while the broker is away."""
         # A durable of an older version of ours reads its facts alone: declared again, it is given today's filters.
         await self._patiently(
-            lambda: self._js.add_consumer(self._sorter.stream, self._config), f"work {self.name}"
+            lambda: self._js.add_consumer(self._sorter.stream, self._config), f"work {self.name}", stores=True
         )
         pull = Pull(self._client, self._sorter.stream, self.name)
         await pull.open()
@@ -263,6 +274,13 @@ async def serve_work(
     `bury` is told of each fact that is about to become a dead letter, so that whoever waits for its result gets one.
     """
     running: set[asyncio.Task[None]] = set()
+    in_hand: dict[int, Delivery] = {}
+
+    def ended(task: asyncio.Task[None], delivery: Delivery) -> None:
+        running.discard(task)
+        if in_hand.get(delivery.seq) is delivery:
+            del in_hand[delivery.seq]
+
     stopped = asyncio.create_task(stop.wait())
     try:
         while not stop.is_set():
@@ -277,9 +295,14 @@ async def serve_work(
                 await asyncio.sleep(_RETRY_S)
                 continue
             for delivery in deliveries:
+                held = in_hand.get(delivery.seq)
+                if held is not None and not held.settled:
+                    held.renew(delivery)
+                    continue
+                in_hand[delivery.seq] = delivery
                 task = asyncio.create_task(_handle(work, delivery, handler, bury))
                 running.add(task)
-                task.add_done_callback(running.discard)
+                task.add_done_callback(functools.partial(ended, delivery=delivery))
     finally:
         await end_tasks([stopped, *running])
         await work.close()

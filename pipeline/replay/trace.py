@@ -98,6 +98,8 @@ class Tracer:
         attempt = _ATTEMPT.fullmatch(id_)
         self.id = f"{int(id_):06d}" if id_.isascii() and id_.isdigit() else (attempt[1] if attempt else id_)
         self._core = SamplerCore(run)
+        self.failed = ""
+        """What the core raised, and on which message; empty if nothing. Batches after it have no members."""
         self._kind: Literal["sample", "sequence", "batch"] | None = "batch" if self.id.isdigit() else None
         self._sample = self.id
         self._batch: int | None = None
@@ -123,7 +125,7 @@ class Tracer:
             self._times.pop(fact.sample, None)
         elif isinstance(fact, BatchYielded):
             self._yielded(event, fact)
-        self._core.fold(event)
+        self._fold(event)
         self._keep(event)
         self._recent[event.id] = (event.time, f"message {event.seq}, {fact.type} {fact.id()}")
         if len(self._recent) > _RECENT:
@@ -146,9 +148,21 @@ class Tracer:
             total_s=(max(times) - min(times)).total_seconds(),
         )
 
+    def _fold(self, event: Event) -> None:
+        if self.failed:
+            return
+        try:
+            self._core.fold(event)
+        except (
+            Exception
+        ) as error:  # a log that the core cannot follow, which replay explains, is traced all the same
+            self.failed = (
+                f"message {event.seq}, {event.fact.type} {event.fact.id()}: {type(error).__name__}: {error}"
+            )
+
     def _yielded(self, event: Event, fact: BatchYielded) -> None:
         self._known[fact.id()] = None
-        groups = self._core.members(fact)
+        groups = self._core.members(fact) if not self.failed else []
         mine = fact.id() == self.id if self._kind == "batch" else self._sample in [g.sample for g in groups]
         members: list[Member] = []
         for group in groups:

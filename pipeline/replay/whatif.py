@@ -29,6 +29,7 @@ from schemas.facts import Fact, RunStarted
 LIMITS = (
     "Rollouts that were never made are not invented: groups, rewards, tokens and policy versions are the recorded ones,",
     "and training takes place where it was recorded. What other batches would have taught the policy is not in it.",
+    "Each core is asked alone: the mixer sends out no replacements for groups that the changed sampler rejects.",
 )
 
 
@@ -44,7 +45,7 @@ class GroupChange:
 
 @dataclass(frozen=True, slots=True)
 class BatchChange:
-    """A batch in both versions; None is one that was not, or could not have been, filled."""
+    """A batch in both versions; None is one that was not, or could not have been, filled, or is not wanted."""
 
     step: int
     recorded: BatchFigures | None
@@ -77,6 +78,8 @@ class Difference:
     """Inputs of sources that the changed configuration does not have."""
     failed: str
     """What the core raised, and on which message; empty if nothing. Then nothing after that message is in the difference."""
+    steps: int
+    """Of the changed configuration."""
     baseline: Report
     """The recorded configuration's own rerun: where that diverges, so does the difference."""
 
@@ -86,8 +89,8 @@ class Difference:
 
     @property
     def unfilled(self) -> tuple[int, ...]:
-        """Recorded batches that could not have been filled."""
-        return tuple(b.step for b in self.batches if b.changed is None)
+        """Recorded batches that the changed run wants too, and that could not have been filled."""
+        return tuple(b.step for b in self.batches if b.changed is None and b.step <= self.steps)
 
 
 class WhatIf:
@@ -96,6 +99,7 @@ class WhatIf:
     def __init__(self, run: str, service: Service, decisions: Decisions) -> None:
         self.run = run
         self.service = service
+        self._steps = decisions.steps
         self._config = decisions.model_dump(mode="json")
         self._sources = {source.name for source in decisions.sources}
         self._baseline = Rerun(run, service)
@@ -159,7 +163,7 @@ class WhatIf:
                 at = self._places.get(subject)
                 if at is not None and at > event.seq:
                     self._held[subject] = decision.fact
-                elif at is not None or subject not in (self._on_the_way or ()):
+                elif subject not in (self._on_the_way or ()):
                     following.append(replace(now, fact=decision.fact, id=f"{now.id}+", causation=now.id))
 
     def report(self) -> Difference:
@@ -195,6 +199,7 @@ class WhatIf:
             facts=(self._bodies, len(ours - self._places.keys()), len(self._places.keys() - ours)),
             left_out=self._left_out,
             failed=self._failed,
+            steps=self._steps,
             baseline=self._baseline.report(),
         )
 

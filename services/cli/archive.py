@@ -31,7 +31,17 @@ from schemas.names import subject_filter
 from services.cli.claim import claim_key, open_place
 from services.cli.embedded import BadInput, LaunchError, is_embedded, make_directory
 from services.cli.progress import progress
-from services.cli.reach import GIVEN, IMPORTING, RECORD, broker_of, embedded_broker, find_run, home_of
+from services.cli.reach import (
+    BORROWED,
+    GIVEN,
+    IMPORTING,
+    RECORD,
+    broker_of,
+    embedded_broker,
+    find_run,
+    home_of,
+    read_record,
+)
 from services.cli.summary import size
 
 _AT_ONCE = 16
@@ -164,9 +174,11 @@ async def _import(archive: Archive, portable_: RunConfig, directory: Path, targe
             log = Log(client, run, "import", broker)
             start = await compare(client, log, archive)
             store = await open_place(config, resumed=True)
-            claim = await _check_place(store, archive, config)
+            claim, claimed = await _check_place(store, archive, config)
             recorded = (home / RECORD).is_file()
             make_directory(home)
+            if claimed and not recorded and not (home / IMPORTING).is_file():
+                (home / BORROWED).touch()
             if not recorded:
                 (home / GIVEN).write_text(dumps(given))
                 (home / IMPORTING).write_text(dumps(config))
@@ -200,7 +212,7 @@ def _check_records(home: Path, config: RunConfig) -> None:
     for name in (RECORD, IMPORTING):
         if not (home / name).is_file():
             continue
-        theirs = loads((home / name).read_text(), str(home / name))
+        theirs = read_record(home / name)
         same_broker = is_embedded(theirs) if is_embedded(config) else theirs.broker.url == config.broker.url
         if not same_broker or theirs.store.url != config.store.url:
             raise LaunchError(
@@ -219,8 +231,11 @@ def log_id(archive: Archive) -> str | None:
     return None
 
 
-async def _check_place(store: ObjectStore, archive: Archive, config: RunConfig) -> bytes | None:
-    """Refuses a store that holds objects of another run of that name, unchanged; the claim of this one, if it is known."""
+async def _check_place(store: ObjectStore, archive: Archive, config: RunConfig) -> tuple[bytes | None, bool]:
+    """Refuses a store that holds objects of another run of that name, unchanged.
+
+    The claim of this one, if it is known; and whether it stands there already.
+    """
     run = config.run
     name = log_id(archive)
     mine = orjson.dumps({"log": name}) if name is not None else None
@@ -228,9 +243,13 @@ async def _check_place(store: ObjectStore, archive: Archive, config: RunConfig) 
         claimed = await store.get(claim_key(run))
     except ObjectMissing:
         claimed = None
-    ours = {key: member.bytes for key, member in archive.objects()}
+    members = dict(archive.objects())
+    ours = {key: member.bytes for key, member in members.items()}
+    named = mine
+    if named is None and (member := members.get(claim_key(run))) is not None:
+        named = archive.read(member)
     foreign = None
-    if claimed is not None and mine is not None and claimed != mine:
+    if claimed is not None and claimed != named:
         foreign = claim_key(run)
     else:
         async for key, count in store.list(run_prefix(run)):
@@ -241,7 +260,7 @@ async def _check_place(store: ObjectStore, archive: Archive, config: RunConfig) 
             f"{config.store.url} holds {foreign}, an object of another run {run}; nothing was changed. Give another place with "
             "--store or --directory"
         )
-    return mine
+    return mine, claimed is not None
 
 
 async def _put_objects(store: ObjectStore, archive: Archive, last: str) -> None:

@@ -62,6 +62,8 @@ class Watch:
         if room and self.broken:
             told.append(f"the disk of {self.directory} has room again, {mib}: the broker is restarted")
             self.broken, self.settling = False, True
+        elif room and self.full:
+            told.append(f"the disk of {self.directory} has room again, {mib}")
         restart, self.full = self.settling, self.full and not room
         return told, restart
 

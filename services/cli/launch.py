@@ -48,7 +48,7 @@ from services.cli.embedded import (
 )
 from services.cli.live import Screen
 from services.cli.policy import resolve_policy
-from services.cli.reach import GIVEN, RECORD
+from services.cli.reach import GIVEN, PATHS, RECORD
 from services.cli.runs import Choice, Known, choose, resumed, store_url, unit_arguments
 from services.cli.supervise import Member, Supervisor, Unit
 from services.dashboard import View, fold
@@ -183,11 +183,6 @@ class _Launch:
                     return None
                 started = await log.last(RunStarted.type, ALL, name)
                 stopped = await log.last("run.stopped", ALL, name)
-            except NatsError as error:
-                reason = str(error) or type(error).__name__
-                raise LaunchError(
-                    f"broker {broker.url} does not serve JetStream: {reason}; start it with -js"
-                ) from error
             finally:
                 await log.close()
             decisions = started.fact.config if started and isinstance(started.fact, RunStarted) else None
@@ -325,14 +320,7 @@ def _absolute(section: Any, key: str) -> Any:
 
 def _anywhere(given: RunConfig, run: str, directory: Path) -> RunConfig:
     """What the run was started with, so that it means the same in whatever directory it is read."""
-    paths = {
-        "broker": "token_file",
-        "store": "credentials_file",
-        "engine": "token_file",
-        "agent_loop": "run_key_file",
-        "packer": "socket_dir",
-    }
-    sections = {name: _absolute(getattr(given, name), key) for name, key in paths.items()}
+    sections = {name: _absolute(getattr(given, name), key) for name, key in PATHS.items()}
     return given.model_copy(update={"run": run, "directory": str(directory), **sections})
 
 

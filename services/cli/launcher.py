@@ -29,7 +29,7 @@ class Launcher:
 
 def find_launcher(directory: Path) -> Launcher | None:
     """Who runs in the directory, None when no launcher does (a reading command may hold the lock too)."""
-    pid = _holder(directory)
+    pid = holder(directory)
     if pid is None:
         return None
     for record in sorted(directory.glob("runs/*/processes.json"), key=_changed, reverse=True):
@@ -49,7 +49,7 @@ def stop(directory: Path, launcher: Launcher, timeout_s: float) -> None:
         return
     try:
         # From here on the handle is this very process; only now its right to the lock says that it is the launcher.
-        if _holder(directory) != launcher.pid:
+        if find_launcher(directory) != launcher:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signal.SIGTERM)
@@ -81,7 +81,7 @@ def wait(handle: int, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
-def _holder(directory: Path) -> int | None:
+def holder(directory: Path) -> int | None:
     """The process that holds the directory's lock: only a holder writes its number, and it keeps the file open."""
     lock = directory / "lock"
     try:

@@ -86,6 +86,8 @@ async def _payload_key(config: RunConfig, source: str, sequence: str) -> str:
     async with broker_of(config) as broker:
         log = await Log.connect(broker, config.run, "cli")
         try:
+            if not await log.exists():  # `last` would wait for a broker that serves no streams
+                raise LaunchError(f"broker {broker.url} has no run {config.run!r}")
             event = await log.last(SequenceFinished.type, source, sequence)
         finally:
             await log.close()

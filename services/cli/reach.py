@@ -12,6 +12,7 @@ from pipeline.config import load
 from schemas.config import Broker, RunConfig
 from schemas.names import BadName, checked_name
 from services.cli.embedded import (
+    LOOPBACK,
     DirectoryLock,
     LaunchError,
     broker_member,
@@ -26,6 +27,17 @@ GIVEN = "given.toml"
 """The configuration that the run was started with: what `packtrain runs resume` starts again."""
 IMPORTING = "importing.toml"
 """What becomes the record of a run when its import is complete."""
+BORROWED = "borrowed-objects"
+"""A file beside the record of an import whose objects were in the store before it: another broker's log may use them."""
+PATHS = {
+    "broker": "token_file",
+    "store": "credentials_file",
+    "engine": "token_file",
+    "agent_loop": "run_key_file",
+    "packer": "socket_dir",
+}
+"""The keys of a configuration that name files, by section."""
+_START_S, _TRY_S = 5.0, 0.02
 _LISTEN = re.compile(r'^listen: "([0-9.]+:[0-9]+)"$', re.MULTILINE)
 
 
@@ -50,20 +62,46 @@ def records(directory: Path) -> list[Path]:
 def find_run(config: Path | None, directory: Path, run: str | None) -> RunConfig:
     """The configuration file itself, or the record of a run in a launcher's directory: the named one, or the newest."""
     if config is not None:
-        return load(config)
+        return read_record(config)
     found = records(directory)
     if not found:
         raise LaunchError(
             f"{directory} holds no run; name its directory with --directory, or a file with --config"
         )
     if run is None:
-        return load(found[-1])
+        return read_record(found[-1])
     named = [path for path in found if path.parent.name == run]
     if not named:
         raise LaunchError(
             f"{directory} has no run {run!r}; runs: {', '.join(path.parent.name for path in found)}"
         )
-    return load(named[0])
+    return read_record(named[0])
+
+
+def read_record(path: Path) -> RunConfig:
+    """The configuration in a file; a launcher's record with the paths of where it lies now. Raises ConfigError.
+
+    A directory that was moved or copied is itself, and not the one that the launcher began in: what removes or writes
+    would be at work in that one.
+    """
+    config = load(path)
+    home = path.absolute().parent
+    here, there = home.parent.parent, Path(config.directory)
+    if here == there or not there.is_absolute() or home != here / "runs" / config.run:
+        return config
+
+    def moved(file: str) -> str:
+        inside = file and Path(file).is_relative_to(there)
+        return str(here / Path(file).relative_to(there)) if inside else file
+
+    if config.store.url == (there / "objects").as_uri():
+        store = config.store.model_copy(update={"url": (here / "objects").as_uri()})
+        config = config.model_copy(update={"store": store})
+    sections = {
+        name: getattr(config, name).model_copy(update={key: moved(getattr(getattr(config, name), key))})
+        for name, key in PATHS.items()
+    }
+    return config.model_copy(update={"directory": str(here), **sections})
 
 
 @asynccontextmanager
@@ -91,12 +129,26 @@ async def embedded_broker(directory: Path) -> AsyncIterator[Broker]:
         return
     with lock:
         supervisor = Supervisor()
-        member, broker = broker_member(directory, free_port())
+        port = free_port()
+        member, broker = broker_member(directory, port)
         supervisor.keep(Unit("broker", (member,)))
         try:
+            await _listening(port)
             yield broker
         finally:
             await asyncio.shield(supervisor.stop())
+
+
+async def _listening(port: int) -> None:
+    """Returns when the server listens, so that nobody is told of a refused connection; or when it should have long been."""
+    for _ in range(round(_START_S / _TRY_S)):
+        try:
+            _, writer = await asyncio.open_connection(LOOPBACK, port)
+        except OSError:
+            await asyncio.sleep(_TRY_S)
+        else:
+            writer.close()
+            return
 
 
 def running_broker(directory: Path) -> Broker | None:

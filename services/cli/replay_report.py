@@ -127,7 +127,7 @@ def _sampled(found: Difference) -> Iterator[str]:
             f"  advantages of {_counted(found.advantages_changed, 'group')} change, by at most {found.largest_advantage_change:.6g}"
         )
     for batch in found.batches:
-        yield from _batch(batch)
+        yield from _batch(batch, found.steps)
 
 
 def _groups(groups: Sequence[GroupChange]) -> Iterator[str]:
@@ -136,16 +136,18 @@ def _groups(groups: Sequence[GroupChange]) -> Iterator[str]:
     yield from _rest(len(groups), _SHOWN, "more groups with another outcome")
 
 
-def _batch(batch: BatchChange) -> Iterator[str]:
+def _batch(batch: BatchChange, steps: int) -> Iterator[str]:
     then, now = batch.recorded, batch.changed
-    if now is None:
+    if now is None and batch.step > steps:
+        yield f"  batch {batch.step}: not in the changed run, which has {_counted(steps, 'step')}"
+    elif now is None:
         yield f"  batch {batch.step}: could not have been filled from the recorded rollouts"
     elif then is None:
         yield f"  batch {batch.step}: not in the recording: {_figures(now)}"
     elif then == now:
         yield f"  batch {batch.step}: the same samples"
     else:
-        yield f"  batch {batch.step}: {len(batch.added)} samples added, {len(batch.removed)} removed"
+        yield f"  batch {batch.step}: {_counted(len(batch.added), 'sample')} added, {len(batch.removed)} removed"
         yield f"    recorded: {_figures(then)}"
         yield f"    changed:  {_figures(now)}"
         for what, ids in (("added", batch.added), ("removed", batch.removed)):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.config import Override, load
+from pipeline.config import Override
 from pipeline.log import Log, LogError
 from schemas.config import Broker, RunConfig
 from schemas.facts import ALL, RunStopped, StepTrained
@@ -24,7 +24,7 @@ from services.cli import launch, launcher
 from services.cli.check import load_checked
 from services.cli.embedded import LaunchError, is_embedded
 from services.cli.live import counted
-from services.cli.reach import GIVEN, IMPORTING, RECORD, broker_of, embedded_broker, home_of
+from services.cli.reach import GIVEN, IMPORTING, RECORD, broker_of, embedded_broker, home_of, read_record
 
 STOP_S = 60.0
 _CONNECT_S = 10.0
@@ -44,7 +44,7 @@ def record_of(directory: Path, run: str) -> RunConfig | None:
     home = home_of(directory, run)
     for name in (RECORD, IMPORTING):
         if (home / name).is_file():
-            return load(home / name)
+            return read_record(home / name)
     return None
 
 
@@ -117,14 +117,15 @@ def cancel(directory: Path, run: str, given: Broker | None, say: Say) -> None:
     """Ends the run for good, and waits for its launcher if it is here. Raises LaunchError, BrokerUnavailable."""
     home_of(directory, run)
     running = launcher.find_launcher(directory)
-    asyncio.run(_cancel(directory, run, given, say))
-    if running is not None and running.run == run and not launcher.wait_for(running, STOP_S):
+    here = asyncio.run(_cancel(directory, run, given, say))
+    if here and running is not None and running.run == run and not launcher.wait_for(running, STOP_S):
         raise LaunchError(
             f"the launcher of run {run}, process {running.pid}, has not ended in {STOP_S:.0f} s; see {directory / 'launcher.log'}"
         )
 
 
-async def _cancel(directory: Path, run: str, given: Broker | None, say: Say) -> None:
+async def _cancel(directory: Path, run: str, given: Broker | None, say: Say) -> bool:
+    """Whether it is the directory's run of that name, and not another broker's."""
     async with place_of(directory, run, given) as place, log_of(place, run) as log:
         if not await log.exists():
             raise LaunchError(f"broker {place.broker.url} has no run {run!r}")
@@ -136,6 +137,7 @@ async def _cancel(directory: Path, run: str, given: Broker | None, say: Say) -> 
             say(f"run {run} is over already: {fact.reason} after {counted(fact.steps, 'step')}")
         else:
             say(f"run {run} is cancelled after {counted(steps, 'step')}")
+        return place.record is not None
 
 
 def resume(directory: Path, run: str, plain: bool, console: Console) -> int:

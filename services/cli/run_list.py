@@ -14,20 +14,22 @@ from nats.js.api import StreamInfo
 from nats.js.errors import NotFoundError
 from rich.table import Table
 
-from pipeline.config import ConfigError, load
+from pipeline.config import ConfigError
 from pipeline.log import BrokerUnavailable, connect
 from pipeline.log.publish import decode_raw
 from schemas.config import Broker, RunConfig
-from schemas.envelope import Event, Unknown
+from schemas.envelope import Event, Invalid, Unknown
 from schemas.facts import ALL, RunStarted, RunStopped, StepTrained
 from schemas.names import BadName, checked_name, stream_name, subject_filter
 from services.cli.embedded import is_embedded
 from services.cli.launcher import find_launcher
-from services.cli.reach import IMPORTING, embedded_broker, home_of, records
+from services.cli.reach import IMPORTING, embedded_broker, home_of, read_record, records
 from services.cli.summary import size
 
 _AT_ONCE = 64
 _CONNECT_S = 3.0
+_STRANGERS = 100
+"""Messages that are no events, or others, at most, that an event is looked for behind: it is a list, not a search."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         steps = "" if row.wanted is None else f"{row.steps or 0}/{row.wanted}"
         time = (row.time or "").replace("T", " ")[:19]
-        events = f"{row.events:,}" if row.last else ""
+        events = f"{row.events:,}" if row.events else ""
         shown.add_row(
             row.run, row.state, steps, events, size(row.bytes) if row.bytes else "", row.last or "", time
         )
@@ -105,7 +107,7 @@ def _recorded(directory: Path) -> tuple[list[str], dict[Broker, list[str]]]:
     elsewhere: dict[Broker, list[str]] = {}
     for path in records(directory):
         try:
-            config: RunConfig = load(path)
+            config: RunConfig = read_record(path)
         except ConfigError:
             embedded.append(path.parent.name)
             continue
@@ -168,8 +170,8 @@ async def _row(
     js: JetStreamContext, run: str, info: StreamInfo, running: bool, importing: bool, broker: Broker
 ) -> Row:
     started, stopped, trained, last = await asyncio.gather(
-        _newest(js, run, subject_filter(run, RunStarted.type, ALL, run)),
-        _newest(js, run, subject_filter(run, RunStopped.type, ALL, run)),
+        _first(js, run, subject_filter(run, RunStarted.type, ALL, run)),
+        _first(js, run, subject_filter(run, RunStopped.type, ALL, run)),
         _newest(js, run, subject_filter(run, StepTrained.type)),
         _newest(js, run, subject_filter(run)),
     )
@@ -193,8 +195,34 @@ async def _row(
     )
 
 
-async def _newest(js: JetStreamContext, run: str, subject: str):
+async def _first(js: JetStreamContext, run: str, subject: str) -> Event | Unknown | None:
+    """The fact on a subject: the first event there, whatever else somebody wrote on it."""
+    after = 0
+    for _ in range(_STRANGERS):
+        try:
+            raw = await js.get_msg(stream_name(run), seq=after + 1, subject=subject, next=True)
+        except NotFoundError:
+            return None
+        found = decode_raw(raw)
+        if not isinstance(found, Invalid):
+            return found
+        after = found.seq
+    return None
+
+
+async def _newest(js: JetStreamContext, run: str, subjects: str) -> Event | Unknown | None:
+    """The newest event on subjects, below what is none."""
+    beginning = f"{subjects.rstrip('*>.')}."
     try:
-        return decode_raw(await js.get_last_msg(stream_name(run), subject))
+        raw = await js.get_last_msg(stream_name(run), subjects)
+        for _ in range(_STRANGERS):
+            if (raw.subject or "").startswith(beginning):
+                found = decode_raw(raw)
+                if not isinstance(found, Invalid):
+                    return found
+            if not raw.seq or raw.seq == 1:
+                break
+            raw = await js.get_msg(stream_name(run), seq=raw.seq - 1)
     except NotFoundError:
-        return None
+        pass
+    return None

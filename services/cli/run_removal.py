@@ -1,15 +1,19 @@
 """`packtrain runs rm`: everything of one run, and nothing of another.
 
 Promises:
-- nothing is removed from a run that goes on, nor before a person or --yes agreed;
+- nothing is removed from a run that goes on or is about to, nor before a person or --yes agreed, nor anything else than
+  what they agreed to;
 - first goes the run's claim on its objects, without which no launcher goes on with it; last goes its record, so that the
   same command finishes what was interrupted;
-- objects whose claim names another log are left.
+- objects whose claim does not name the log that is removed are left: also when there is no such log, as for a launcher
+  that was refused the store; and so are those that an import found there, which the log that was exported may still use.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,9 +30,9 @@ from schemas.facts import ALL, RunStarted
 from schemas.keys import run_prefix
 from services.cli.claim import claim_key
 from services.cli.embedded import LaunchError
-from services.cli.launcher import find_launcher
+from services.cli.launcher import find_launcher, holder
 from services.cli.live import counted
-from services.cli.reach import IMPORTING, RECORD, home_of
+from services.cli.reach import BORROWED, IMPORTING, RECORD, home_of
 from services.cli.run_control import Place, ending, log_of, place_of
 from services.cli.summary import size
 
@@ -44,7 +48,8 @@ class Holdings:
     bytes: int = 0
     objects: tuple[str, ...] = ()
     object_bytes: int = 0
-    foreign: bool = False
+    left: str = ""
+    """Why the objects below its prefix are none of its own; empty when they are."""
     files: tuple[Path, ...] = ()
 
     def told(self, run: str) -> str:
@@ -61,40 +66,53 @@ class Holdings:
 def remove(directory: Path, run: str, given: Broker | None, ask: Ask, say: Say) -> bool:
     """Removes the run; False when the person did not agree. Raises LaunchError, BrokerUnavailable, StoreError."""
     home = home_of(directory, run)
-    running = find_launcher(directory)
+    if home.is_symlink():
+        raise LaunchError(f"{home} is a link: what it leads to is not removed; remove the link first")
+    _check_idle(directory, run)
+    return asyncio.run(_remove(directory, home, run, given, ask, say))
+
+
+def _check_idle(directory: Path, run: str) -> None:
+    """Refuses a run whose launcher is here, or may be: until its services run, nobody can tell which run it has."""
+    running, pid = find_launcher(directory), holder(directory)
     if running is not None and running.run == run:
         raise LaunchError(
             f"run {run} is running (launcher {running.pid}); packtrain runs stop {run} stops it first"
         )
-    return asyncio.run(_remove(directory, home, run, given, ask, say))
+    if running is None and pid not in (None, os.getpid()):
+        raise LaunchError(
+            f"{directory} is in use by process {pid}, which may begin with run {run}; remove it when that has ended"
+        )
 
 
 async def _remove(directory: Path, home: Path, run: str, given: Broker | None, ask: Ask, say: Say) -> bool:
     async with place_of(directory, run, given) as place, log_of(place, run) as log:
         store = _store(directory, place, given)
-        found = await _look(directory, home, run, log, store, own=given is None or place.record is not None)
+        own = given is None or place.record is not None
+        found = await _look(directory, home, run, log, store, own)
         told = found.told(run)
         if not told:
             raise LaunchError(f"there is no run {run!r} in {directory} and broker {place.broker.url}")
         if not ask(told):
             return False
+        _check_idle(directory, run)
+        if await _look(directory, home, run, log, store, own) != found:
+            raise LaunchError(f"run {run} changed while you were asked; nothing was removed")
         if store is not None and found.objects:
             await store.remove([key for key in found.objects if key == claim_key(run)])
             await store.remove([key for key in found.objects if key != claim_key(run)])
             _sweep(store.url, run)
         for stream in (f"KV_{log.stream}", log.stream):
-            try:
-                await log.js.delete_stream(stream)
-            except NotFoundError:
-                continue
+            await log.patiently(lambda stream=stream: _delete(log, stream), f"removal of {stream}")
     for path in found.files:
         if path == home:
             _remove_home(home)
         else:
             path.unlink(missing_ok=True)
     say(f"removed {told}")
-    if found.foreign:
-        say(f"the objects below {run_prefix(run)} stay: they are of another run {run}")
+    if found.left:
+        assert store is not None
+        say(f"the objects below {run_prefix(run)} stay in {store.url}: {found.left}")
     if store is None:
         say("objects were not looked for: no record here names the run's store")
     return True
@@ -127,8 +145,11 @@ async def _look(
             claimed = await store.get(claim_key(run))
         except ObjectMissing:
             claimed = None
-        if claimed is not None and name is not None and claimed != orjson.dumps({"log": name}):
-            found = replace(found, foreign=True)
+        if (home / BORROWED).exists():
+            found = replace(found, left="they were there before the import")
+        # An interrupted removal has no claim, so what is claimed and not by this log is somebody's.
+        elif claimed is not None and (name is None or claimed != orjson.dumps({"log": name})):
+            found = replace(found, left=f"they are of another run {run}, or of a log that is gone")
         else:
             objects = [entry async for entry in store.list(run_prefix(run))]
             found = replace(
@@ -138,6 +159,11 @@ async def _look(
         secrets = [directory / "secrets" / f"{kind}-{run}" for kind in ("engine-token", "run-key")]
         found = replace(found, files=tuple(path for path in (*secrets, home) if path.exists()))
     return found
+
+
+async def _delete(log: Log, stream: str) -> None:
+    with contextlib.suppress(NotFoundError):
+        await log.js.delete_stream(stream)
 
 
 async def _busy(log: Log) -> list[str]:

@@ -10,7 +10,6 @@ Promises:
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from pipeline.config import load
 from schemas.config import RunConfig
 from services.cli.embedded import LaunchError, is_embedded
+from services.cli.reach import read_record
 
 _MOST = 10_000
 
@@ -113,10 +113,10 @@ def differences(
     mine = _plain(config.decisions())
     theirs = _plain(dict(decisions)) if decisions is not None else mine
     out = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
-    recorded = tomllib.loads(record.read_text())
-    if recorded["engine"]["policy"] != config.engine.policy:
+    recorded = read_record(record)
+    if recorded.engine.policy != config.engine.policy:
         out.append("engine.policy")
-    if recorded["store"]["url"] != store_url(config, directory):
+    if recorded.store.url != store_url(config, directory):
         out.append("store.url")
     return out
 

@@ -11,8 +11,10 @@ import orjson
 
 from pipeline.replay import NoSuchId, Trace, Tracer
 from pipeline.replay.trace import Member, Node
+from schemas.envelope import Event
+from schemas.facts import RunStarted
 from schemas.names import checked_name
-from services.cli.embedded import BadInput
+from services.cli.embedded import LaunchError
 from services.cli.recording import open_recording
 
 
@@ -25,7 +27,7 @@ def show(
     write: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Writes the life of `id_`. Raises BadInput for an id that can be none or is not in the log."""
+    """Writes the life of `id_`. Raises BadName for an id that can be none, LaunchError for one that is not in the log."""
     checked_name(id_, "id")
     asyncio.run(_show(id_, run, directory, file, as_json, write, note))
 
@@ -41,17 +43,26 @@ async def _show(
 ) -> None:
     async with open_recording(run, directory, file) as recording:
         tracer = Tracer(recording.run, id_)
+        first: Event | None = None
         async for event in recording.events():
+            first = first or event
             tracer.feed(event)
         try:
             trace = tracer.trace()
         except NoSuchId as error:
-            raise BadInput(f"run {recording.run}: {error.args[0]}") from error
+            raise LaunchError(f"run {recording.run}: {error.args[0]}") from error
         if as_json:
             write(orjson.dumps({"run": recording.run, "trace": trace}).decode())
         else:
             for line in lines(trace):
                 write(line)
+        if first is not None and not isinstance(first.fact, RunStarted):
+            note(
+                f"the log of run {recording.run} begins at message {first.seq}, {first.fact.type}: what was before it is gone, and "
+                "samples of batches are not known without it"
+            )
+        if tracer.failed:
+            note(f"samples of batches are not known, as the core fails: {json.dumps(tracer.failed)[:300]}")
         if recording.skipped:
             note(f"skipped, as no event to this version: {dict(recording.skipped)}")
 

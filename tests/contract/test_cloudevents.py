@@ -19,8 +19,9 @@ from nats.js.api import RawStreamMsg
 from pipeline.log import Log
 from schemas.documents import DEAD_LETTER
 from schemas.envelope import EXPECTED_LAST, Event, Invalid, decode, encode
-from schemas.facts import FACTS, Fact, Failure, SequenceFailed
+from schemas.facts import FACTS, Fact, Failure, SequenceFailed, SequenceScored
 from schemas.names import dead_letter_subject, stream_name
+from schemas.payload import PayloadHeader
 from tests.natsserver import NatsServer
 from tests.recorded import demo_events
 from tests.unit.test_documents import BODIES, HEADERS
@@ -32,9 +33,18 @@ FAILED = SequenceFailed(
     attempts=5,
     failure=Failure(kind="infra", reason="engine_unavailable", detail='connection refused: "ÄÖ %41" 100 %'),
 )
+SCORED = SequenceScored(
+    source="math",
+    sample="math-000001",
+    sequence="math-000001-0",
+    teacher="large",
+    tokens=12,
+    scores=PayloadHeader(key="runs/r/teacher/math-000001-0.safetensors", bytes=100, columns=()),
+)
 EXAMPLES: dict[str, Fact] = {
     **{event.fact.type: event.fact for event in reversed(demo_events())},
     FAILED.type: FAILED,
+    SCORED.type: SCORED,
 }
 CAUSE = demo_events()[7]
 

@@ -78,14 +78,14 @@ async def test_a_full_disk_is_waited_for_told_and_loses_nothing(
     total = 3000
     confirmed: list[int] = []
     tries = 0
-    publish = log._js.publish
+    publish = log._publisher._acks.publish
 
     async def counted(*args, **kwargs):
         nonlocal tries
         tries += 1
         return await publish(*args, **kwargs)
 
-    log._js.publish = counted
+    log._publisher._acks.publish = counted
 
     async def write() -> None:
         for number in range(0, total, 10):
@@ -133,6 +133,45 @@ def fill(ballast: Path) -> None:
             with contextlib.suppress(OSError):
                 while True:
                     file.write(b"\0" * size)
+
+
+async def test_a_reader_that_comes_while_the_disk_is_full_waits_too(
+    disk: SmallDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service that is started again, or whose connection breaks, declares its consumer anew: that is a write of the broker."""
+    server = NatsServer(tmp_path / "server", wrap=disk.wrap, store=disk.mount / "js")
+    server.start()
+    log = await Log.connect(server.broker, "full", "reader")
+    await log.create()
+    first = await log.publish(graded(1))
+    await (await log.work("known", "sample.graded", ack_wait_s=30)).close()
+    ballast = disk.inside / "ballast"
+    fill(ballast)
+    with caplog.at_level(logging.WARNING, "packtrain.log"):
+        works = [
+            asyncio.create_task(log.work(name, "sample.graded", ack_wait_s=30)) for name in ("known", "new")
+        ]
+        durable = log.subscribe(durable="d")
+        subscribing = asyncio.ensure_future(anext(durable))
+        waiting = [*works, subscribing]
+        async with asyncio.timeout(30):
+            while "storage is full" not in caplog.text:
+                assert not [task for task in waiting if task.done()]
+                await asyncio.sleep(0.05)
+        assert len(await stored(log)) == 1
+        await asyncio.wait(waiting, timeout=3, return_when=asyncio.FIRST_COMPLETED)
+        assert not [task for task in waiting if task.done()]
+        ballast.unlink()
+        server.stop()
+        server.start()
+        async with asyncio.timeout(60):
+            for work in works:
+                [delivery] = await (await work).fetch(1, 10)
+                assert delivery.event == first.event
+            assert await subscribing == first.event
+    assert len([r for r in caplog.records if "storage is full" in r.message]) == 1, caplog.text
+    await log.close()
+    server.stop()
 
 
 CHAT_ONLY = """

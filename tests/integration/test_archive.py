@@ -371,6 +371,57 @@ async def test_a_place_that_holds_another_run_of_the_name_is_refused_unchanged(
     assert packtrain("runs", "list", "--directory", there) == ""
 
 
+async def test_a_log_whose_beginning_is_forgotten_takes_no_place_that_another_log_has_claimed(
+    exported: Path, tmp_path: Path
+) -> None:
+    with Archive(exported) as whole:
+        messages = list(whole.messages(100))
+        config = whole.config
+        claim = next(whole.read(member) for key, member in whole.objects() if key == "runs/demo/run.json")
+    file = tmp_path / "tail.tar"
+    manifest = Manifest(
+        run="demo",
+        first=100,
+        last=1651,
+        messages=1552,
+        payloads=True,
+        objects=1,
+        object_bytes=len(claim),
+    )
+    with ArchiveWriter(file, manifest, config) as writer:
+        for found in messages:
+            writer.message(found)
+        writer.object("runs/demo/run.json", claim)
+        writer.close()
+    there = tmp_path / "there"
+    place = there / "objects/runs/demo/run.json"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(claim[:-3] + b'x"}')
+    said = packtrain("import", file, "--directory", there, status=1)
+    assert "holds runs/demo/run.json, an object of another run demo; nothing was changed" in said
+    place.write_bytes(claim)  # its own, from before its broker was lost
+    assert "1,552 messages" in packtrain("import", file, "--directory", there)
+
+
+async def test_objects_that_were_there_before_an_import_are_not_removed_with_it(
+    exported: Path, tmp_path: Path
+) -> None:
+    there, objects = ("--directory", tmp_path / "there"), tmp_path / "here" / "objects"
+    before = sorted(path for path in objects.rglob("*") if path.is_file())
+    packtrain("import", exported, *there, "--store", objects.as_uri())
+    said = packtrain("runs", "rm", "demo", "--yes", *there)
+    assert "1,651 events" in said
+    assert (
+        f"the objects below runs/demo stay in {objects.as_uri()}: they were there before the import" in said
+    )
+    assert sorted(path for path in objects.rglob("*") if path.is_file()) == before
+    assert not (tmp_path / "there/runs/demo").exists()
+    # Its own go with it.
+    packtrain("import", exported, *there)
+    packtrain("import", exported, *there)
+    assert "41 objects" in packtrain("runs", "rm", "demo", "--yes", *there)
+
+
 async def test_a_damaged_file_changes_nothing(exported: Path, tmp_path: Path) -> None:
     content = bytearray(exported.read_bytes())
     content[-5000] ^= 1

@@ -131,6 +131,7 @@ def test_changed_values_tell_the_difference_and_are_no_divergence(place: Place, 
     assert "  groups accepted, arithmetic: 22 -> 17" in out
     assert "  batch 5: could not have been filled from the recorded rollouts" in out
     assert "Rollouts that were never made are not invented" in out
+    assert "the mixer sends out no replacements for groups that the changed sampler rejects" in out
     config = load(place.directory / "runs" / "demo" / "config.toml")
     sources = tuple(
         s.model_copy(update={"accept": s.accept.model_copy(update={"max": 0.7})})
@@ -269,19 +270,28 @@ def test_a_trace_prints_the_tree_and_the_whole_as_json(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("id_", "said"),
+    ("id_", "status", "said"),
     [
-        ("arithmetic-00000", "near ones: arithmetic-000000, "),
-        ("7", "no sample, sequence or batch '000007'; batches: 000001 to 000005"),
-        ("../x", "is not a legal name"),
-        ("\x1b[31m", "is not a legal name"),
+        ("arithmetic-00000", 1, "near ones: arithmetic-000000, "),
+        ("7", 1, "no sample, sequence or batch '000007'; batches: 000001 to 000005"),
+        ("../x", 2, "is not a legal name"),
+        ("\x1b[31m", 2, "is not a legal name"),
     ],
 )
-def test_an_id_that_is_not_there_is_one_line(place: Place, id_: str, said: str) -> None:
-    _, err = packtrain("trace", id_, "--directory", str(place.directory), status=2)
+def test_an_id_that_is_not_there_is_one_line(place: Place, id_: str, status: int, said: str) -> None:
+    _, err = packtrain("trace", id_, "--directory", str(place.directory), status=status)
     assert said in err
     assert "\x1b" not in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_trace_of_a_log_without_its_beginning_says_so(tmp_path: Path) -> None:
+    file = archived(tmp_path / "tail.tar", lambda message: message.body if message.seq > 1 else None)
+    out, err = packtrain("trace", "1", "--file", str(file))
+    assert "batch.yielded 000001" in out
+    assert (
+        "begins at message 2, sequence.dispatched: what was before it is gone, and samples of batches" in err
+    )
 
 
 def test_the_output_in_the_document_is_what_the_commands_print(place: Place, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from nats.errors import Error as NatsError
 
-from pipeline.log import Log
+from pipeline.log import Delivery, Log, end_tasks, serve_work
 from tests.integration.test_publish import completed, race, stored
 from tests.natsserver import NatsCluster
 
@@ -47,7 +47,7 @@ async def test_a_retry_after_a_lost_acknowledgement_is_a_win(
     r3: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the broker does not refuse the retry: it acknowledges it as a duplicate."""
-    publish, acks = r3._js.publish, []
+    publish, acks = r3._publisher._acks.publish, []
 
     async def lose_first(*args, **kwargs):
         acks.append(await publish(*args, **kwargs))
@@ -55,7 +55,7 @@ async def test_a_retry_after_a_lost_acknowledgement_is_a_win(
             raise TimeoutError("acknowledgement lost")
         return acks[-1]
 
-    monkeypatch.setattr(r3._js, "publish", lose_first)
+    monkeypatch.setattr(r3._publisher._acks, "publish", lose_first)
     result = await r3.publish(completed(1))
     assert result.won
     assert result.event.seq == acks[0].seq
@@ -94,3 +94,75 @@ async def test_nothing_is_lost_or_doubled_when_the_leader_dies(
     assert len({e.fact.id() for e in events}) == 220
     leader.start()
     await log.close()
+
+
+async def test_everybody_goes_on_when_all_three_die_and_come_back(tmp_path: Path, run_name: str) -> None:
+    """Publishers, folds, workers and a durable: what a cluster without its leaders answers is waited for, never believed."""
+    cluster = NatsCluster(tmp_path)
+    cluster.start()
+    log = await Log.connect(cluster.broker(0), run_name, "test")
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await log.create()
+                break
+            except (NatsError, TimeoutError):
+                await asyncio.sleep(0.2)
+    stop, won = asyncio.Event(), list[bool]()
+    seen: dict[str, list[int]] = {"fold": [], "durable": [], "work": []}
+
+    async def write() -> None:
+        number = 0
+        while not stop.is_set():
+            burst = [(completed(number + i), None) for i in range(4)]
+            won.extend(r.won for r in await log.publish_all(burst))
+            won.append((await log.publish(completed(number + 4))).won)
+            number += 5
+
+    async def fold(name: str, durable: str | None) -> None:
+        async for event in log.subscribe("sample.completed", durable=durable):
+            seen[name].append(event.seq)
+
+    async def handle(delivery: Delivery) -> None:
+        seen["work"].append(delivery.event.seq)
+        await delivery.ack()
+
+    work = await log.work("w", "sample.completed", ack_wait_s=2.0, max_deliver=1000)
+    readers = [
+        asyncio.create_task(fold("fold", None)),
+        asyncio.create_task(fold("durable", "d")),
+        asyncio.create_task(serve_work(work, 16, handle, stop)),
+    ]
+    writing = asyncio.create_task(write())
+
+    async def reach(total: int) -> None:
+        async with asyncio.timeout(60):
+            while min(len(won), *(len(set(seqs)) for seqs in seen.values())) < total:
+                for task in (writing, *readers):
+                    assert not task.done(), task
+                await asyncio.sleep(0.05)
+
+    try:
+        await reach(30)
+        for _ in range(2):
+            for server in cluster.servers:
+                server.kill()
+            for server in cluster.servers:
+                server.start(wait=False)
+            await reach(len(won) + 30)
+        stop.set()
+        await asyncio.wait_for(writing, 60)
+        total = len(won)
+        assert all(won)
+        events = await stored(log)
+        assert len(events) == len({e.fact.id() for e in events}) == total
+        for name in ("fold", "durable"):
+            async with asyncio.timeout(30):
+                while len(seen[name]) < total:
+                    await asyncio.sleep(0.05)
+            assert seen[name] == [e.seq for e in events], name
+    finally:
+        stop.set()
+        await end_tasks([writing, *readers])
+        await log.close()
+        cluster.stop()

@@ -85,6 +85,63 @@ async def test_infra_failures_are_new_attempts_and_then_a_failed_sequence(
     assert isinstance(finished, SequenceFinished), "another tenant is untouched"
 
 
+async def test_deliveries_that_came_to_no_attempt_use_up_none(stage: Callable[..., Stage]) -> None:
+    """A broker that restarts, a host that is told to stop: the dispatch was on its way, and nobody began with it."""
+    s = stage(max_attempts=2)
+    sequence = await s.dispatch("calc")
+    work = await s.log.work(agent_loop.WORK, "sequence.dispatched", ack_wait_s=30)
+    for number in range(1, 5):
+        [delivery] = await work.fetch(1, 10)
+        assert delivery.attempt == number
+        await delivery.retry(0)
+    await work.close()
+    s.engine.script = by_expression
+    async with s.running((agent_loop.serve, ""), (harness.serve, "tools")):
+        finished = await s.outcome("calc", sequence)
+    assert isinstance(finished, SequenceFinished), finished
+    assert finished.attempt == 1
+
+
+def opened_elsewhere(sequence: str, number: int, budget_s: float) -> SequenceOpened:
+    return SequenceOpened(
+        source="calc",
+        sample=sequence.rpartition("-")[0],
+        sequence=sequence,
+        attempt=number,
+        pool="tools",
+        task_index=0,
+        host="elsewhere",
+        base_url="http://127.0.0.1:1",
+        session=attempt_id(sequence, number),
+        budget_s=budget_s,
+    )
+
+
+async def test_attempts_whose_hosts_were_lost_are_bounded_by_the_log(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And fail the sequence only when the last of them can come to nothing any more."""
+    monkeypatch.setattr(agent_loop, "GRACE_S", 0.2)
+    s = stage(max_attempts=2)
+    sequence = await s.dispatch("calc")
+    for number in (1, 2):
+        await s.log.publish(opened_elsewhere(sequence, number, 2.0))
+    began = time.monotonic()
+    async with s.running((agent_loop.serve, "")):
+        failed = await s.outcome("calc", sequence)
+    assert isinstance(failed, SequenceFailed)
+    assert (failed.attempts, failed.failure.reason) == (2, "attempts_lost")
+    assert time.monotonic() - began > 1.5
+
+
+async def test_an_engine_that_stays_old_fails_the_sequence_by_name(stage: Callable[..., Stage]) -> None:
+    s = stage(trial_budget_s=0.1, max_attempts=1)
+    async with s.running((agent_loop.serve, "")):
+        failed = await s.outcome("calc", await s.dispatch("calc", version=5))
+    assert isinstance(failed, SequenceFailed)
+    assert (failed.attempts, failed.failure.reason) == (0, "policy_version")
+
+
 async def test_no_verdict_within_the_budget_is_infra(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ async def test_one_of_many_writers_wins_and_the_others_read_the_winner(broker: B
 async def test_a_retry_after_a_lost_acknowledgement_is_a_win_not_a_lost_race(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish, calls = log._js.publish, 0
+    publish, calls = log._publisher._acks.publish, 0
 
     async def lose_first_ack(*args: object, **kwargs: object):
         nonlocal calls
@@ -43,7 +44,7 @@ async def test_a_retry_after_a_lost_acknowledgement_is_a_win_not_a_lost_race(
             raise TimeoutError("acknowledgement lost")
         return ack
 
-    monkeypatch.setattr(log._js, "publish", lose_first_ack)
+    monkeypatch.setattr(log._publisher._acks, "publish", lose_first_ack)
     result = await log.publish(completed(1))
     assert result.won
     assert calls == 2
@@ -361,3 +362,39 @@ async def test_an_outage_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureF
 async def test_no_server_is_one_clear_error() -> None:
     with pytest.raises(BrokerUnavailable, match=r"nats://127\.0\.0\.1:1 is not reachable"):
         await Log.connect(Broker(url="nats://127.0.0.1:1"), "r", "t", timeout_s=0.5)
+
+
+async def test_a_broker_whose_jetstream_is_not_there_is_waited_for_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that starts or stops serves its clients a little longer than their streams."""
+    server = NatsServer(tmp_path)
+    server.start()
+    log = await Log.connect(server.broker, "r", "test")
+    await log.create()
+    config, whole = tmp_path / "nats.conf", (tmp_path / "nats.conf").read_text()
+    server.stop()
+    config.write_text("".join(line + "\n" for line in whole.splitlines() if "jetstream" not in line))
+    server.start()
+    await until(lambda: log._client.stats["reconnects"] == 1 and log._client.is_connected)
+    with pytest.raises(BrokerUnavailable, match="does not serve JetStream"):
+        await log.exists()
+    with caplog.at_level(logging.WARNING, "packtrain.log"):
+        doing = [
+            asyncio.create_task(log.publish(dispatched(1))),
+            asyncio.create_task(log.work("loop", "sequence.dispatched", ack_wait_s=5)),
+            asyncio.create_task(log.head()),
+        ]
+        async with asyncio.timeout(20):
+            while caplog.text.count("does not serve JetStream") < 2:
+                assert not [task for task in doing if task.done()]
+                await asyncio.sleep(0.02)
+    server.stop()
+    config.write_text(whole)
+    server.start()
+    async with asyncio.timeout(30):
+        published, work, _ = await asyncio.gather(*doing)
+        [delivery] = await work.fetch(1, 10)
+    assert delivery.event == published.event
+    await log.close()
+    server.stop()

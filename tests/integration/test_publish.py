@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nats.js.api import StreamConfig
+from nats.js.errors import APIError
 
 from pipeline.log import Log, LogError, Published
 from schemas.config import Broker
@@ -108,17 +109,18 @@ async def test_a_burst_with_a_decided_fact_publishes_the_others(broker: Broker, 
 async def test_a_burst_whose_acknowledgement_is_lost_is_stored_once_and_won(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, lost = log._client.request, 0
+    acks, lost = log._publisher._acks, 0
+    publish = acks.publish
 
-    async def lose_first(*args, **kwargs):
+    async def lose_first(subject, body, headers):
         nonlocal lost
-        answer = await request(*args, **kwargs)
-        if "Nats-Batch-Commit" in (kwargs.get("headers") or {}) and not lost:
+        answer = await publish(subject, body, headers)
+        if "Nats-Batch-Commit" in headers and not lost:
             lost += 1
             raise TimeoutError("acknowledgement lost")
         return answer
 
-    monkeypatch.setattr(log._client, "request", lose_first)
+    monkeypatch.setattr(acks, "publish", lose_first)
     results = await log.publish_all([(completed(i), None) for i in range(5)])
     assert lost == 1
     assert all(r.won for r in results)
@@ -138,6 +140,26 @@ async def test_a_stream_that_takes_no_batches_takes_bursts_all_the_same(
     await log.create()
     assert (await log.info()).config.allow_atomic
     await log.close()
+
+
+async def test_a_server_that_knows_no_batches_is_not_believed_to_have_stored_one(
+    broker: Broker, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-server before 2.12 takes each of a batch as a message of its own, and answers for the last alone."""
+    other = await Log.connect(broker, log.run, "other")
+    first = await other.publish(completed(3))
+    send = log._client.publish
+
+    async def ignorant(*args, headers=None, **kwargs):
+        await send(*args, headers={k: v for k, v in (headers or {}).items() if "-Batch-" not in k}, **kwargs)
+
+    monkeypatch.setattr(log._client, "publish", ignorant)
+    results = await log.publish_all([(completed(i), None) for i in range(6)])
+    assert [r.won for r in results] == [True, True, True, False, True, True]
+    assert results[3].event == first.event
+    assert sorted(r.event.seq for r in results) == [1, 2, 3, 4, 5, 6]
+    assert await stored(log) == sorted((r.event for r in results), key=lambda e: e.seq)
+    await other.close()
 
 
 @pytest.mark.parametrize("messages", [1, 3])
@@ -180,12 +202,35 @@ async def test_a_newer_version_on_the_subject_is_not_overruled(log: Log) -> None
         await log.publish(completed(1))
 
 
+@pytest.mark.parametrize(("status", "code"), [(409, 10158), (429, 10167), (500, 10009), (500, 10118)])
+async def test_what_passes_is_waited_for_whatever_status_the_broker_gives_it(
+    log: Log, monkeypatch: pytest.MonkeyPatch, status: int, code: int
+) -> None:
+    """409 above all: on replicas it is a fact's own first try, not confirmed yet as it is tried again."""
+    publish, refusals = log._publisher._acks.publish, 2
+
+    async def refuse_first(*args, **kwargs):
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise APIError.from_error({"code": status, "err_code": code, "description": "not now"})
+        return await publish(*args, **kwargs)
+
+    monkeypatch.setattr(log._publisher._acks, "publish", refuse_first)
+    result = await log.publish(completed(1))
+    assert (result.won, result.event.seq, refusals) == (True, 1, 0)
+
+
 async def test_a_removed_stream_is_told_not_waited_for(log: Log) -> None:
     await log.publish(completed(1))
     await log.js.delete_stream(log.stream)
     async with asyncio.timeout(30):
         with pytest.raises(LogError, match=f"stream {log.stream} is not in the broker"):
             await log.publish(completed(2))
+        with pytest.raises(LogError, match=f"stream {log.stream} is not in the broker"):
+            await anext(log.subscribe())
+        with pytest.raises(LogError, match=f"stream {log.stream} is not in the broker"):
+            await log.work("loop", "sequence.dispatched", ack_wait_s=5)
 
 
 async def test_a_full_stream_is_waited_for_told_once_and_loses_nothing(
@@ -194,14 +239,14 @@ async def test_a_full_stream_is_waited_for_told_once_and_loses_nothing(
     log = await Log.connect(broker.model_copy(update={"max_bytes": 20_000}), run_name, "test")
     await log.create()
     tries = 0
-    publish = log._js.publish
+    publish = log._publisher._acks.publish
 
     async def counted(*args, **kwargs):
         nonlocal tries
         tries += 1
         return await publish(*args, **kwargs)
 
-    log._js.publish = counted
+    log._publisher._acks.publish = counted
     with caplog.at_level(logging.WARNING, "packtrain.log"):
         writing = asyncio.create_task(log.publish_all([(completed(i), None) for i in range(100)]))
         async with asyncio.timeout(30):

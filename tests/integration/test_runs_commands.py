@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
@@ -21,9 +24,10 @@ from schemas.config import Broker
 from schemas.config import Store as StoreConfig
 from schemas.facts import RunStarted, RunStopped, StepTrained
 from schemas.payload import Ref
-from services.cli import archive, run_control, run_removal
+from services.cli import archive, launcher, run_control, run_removal
 from services.cli.embedded import DirectoryLock, LaunchError
 from services.cli.launcher import find_launcher
+from services.cli.reach import embedded_broker
 from services.cli.run_list import list_runs
 from tests.launched import Launched
 from tests.natsserver import NatsServer
@@ -116,15 +120,23 @@ async def test_the_list_tells_every_run_of_a_broker_the_newest_last(
     await begin(server.broker, "ended", 1, "cancelled")
     log = await Log.connect(server.broker, "empty", "test")
     await log.create()
+    # What is no event hides no fact: not the newest, and not the one whose subject it is on.
+    await log.js.publish("rl.empty.rubbish.a.b.c", b"")
     await log.js.publish("rl.half.rubbish.a.b.c", b"")
+    await log.js.publish("rl.ended.run.stopped.all.ended", b"rubbish")
+    await log.js.publish("rl.done.step.trained.all.000005", b"rubbish")
     await log.js.add_stream(name="RL_not legal".replace(" ", "_") + "$", subjects=["other"])
     await log.js.add_stream(name="KV_RL_done", subjects=["kv"])
     await log.close()
     found = rows(*place(server), "--directory", tmp_path)
     told = [(r["run"], r["state"], r["steps"], r["wanted"], r["events"]) for r in found]
-    assert sorted(told[:2]) == [("empty", "not begun", 0, None, 0), ("half", "unfinished", 2, 5, 4)]
-    assert told[2:] == [("done", "completed", 5, 5, 7), ("ended", "cancelled", 1, 5, 3)]
-    assert found[-1]["last"] == "run.stopped"
+    assert told == [
+        ("empty", "not begun", 0, None, 1),
+        ("done", "completed", 5, 5, 8),
+        ("half", "unfinished", 2, 5, 4),
+        ("ended", "cancelled", 1, 5, 4),
+    ]
+    assert [row["last"] for row in found] == [None, "run.stopped", "step.trained", "run.stopped"]
     lines = packtrain("runs", "list", *place(server), "--directory", tmp_path)
     assert "2/5" in lines
     assert "\x1b" not in lines
@@ -163,6 +175,19 @@ async def test_cancel_ends_a_run_of_any_broker_once(server: NatsServer, tmp_path
     assert rows(*where)[0]["state"] == "cancelled"
     assert "has no run 'none'" in packtrain("runs", "stop", "none", "--cancel", *where, status=1)
     assert "--cancel ends it for good" in packtrain("runs", "stop", "far", "--directory", tmp_path, status=1)
+
+
+async def test_cancel_waits_for_no_launcher_of_another_broker(
+    server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begin(server.broker, "twin", 1)
+    home = recorded(tmp_path, "twin", Broker(url="nats://127.0.0.1:9"))
+    monkeypatch.setattr(run_control, "STOP_S", 0.1)
+    said: list[str] = []
+    with DirectoryLock(tmp_path):  # as its launcher, which runs the other twin and goes on
+        (home / "processes.json").write_text(json.dumps({"launcher": os.getpid()}))
+        await asyncio.to_thread(run_control.cancel, tmp_path, "twin", server.broker, said.append)
+    assert said == ["run twin is cancelled after 1 step"]
 
 
 @pytest.mark.parametrize("run", ["../other", "a/b", "RL_*", "", "a b", "x" * 129])
@@ -214,8 +239,128 @@ async def test_rm_finishes_what_was_interrupted_and_leaves_the_objects_of_anothe
     await begin(server.broker, "twin")
     await store.create("runs/twin/run.json", orjson.dumps({"log": "of another broker"}))
     said = packtrain("runs", "rm", "twin", "--yes", "--directory", home)
-    assert "the objects below runs/twin stay: they are of another run twin" in said
+    assert f"the objects below runs/twin stay in {store.url}: they are of another run twin" in said
     assert [key async for key, _ in store.list()] == ["runs/twin/run.json"]
+
+
+async def test_rm_leaves_objects_whose_claim_names_a_log_that_is_not_in_the_broker(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    store = ObjectStore.open(StoreConfig(url=(home / "objects").as_uri()))
+    # As a launcher leaves it that was refused the store: a record, and no log, or one that has not begun.
+    for run in ("refused", "not-begun"):
+        recorded(home, run, server.broker)
+        await store.create(f"runs/{run}/run.json", orjson.dumps({"log": "of another broker"}))
+        await store.create(f"runs/{run}/weights/000001", b"dear")
+    log = await Log.connect(server.broker, "not-begun", "test")
+    await log.create()
+    await log.close()
+    for run in ("refused", "not-begun"):
+        said = packtrain("runs", "rm", run, "--yes", "--directory", home)
+        assert f"the objects below runs/{run} stay" in said
+        assert sorted([key async for key, _ in store.list(f"runs/{run}")]) == [
+            f"runs/{run}/run.json",
+            f"runs/{run}/weights/000001",
+        ]
+
+
+async def test_a_copied_directory_is_its_own_and_rm_in_it_leaves_the_original(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    async with embedded_broker(original) as broker:
+        recorded(original, "one", broker)
+        name = await begin(broker, "one", 1)
+    store = ObjectStore.open(StoreConfig(url=(original / "objects").as_uri()))
+    await store.create("runs/one/run.json", orjson.dumps({"log": name}))
+    shutil.copytree(original, copy)
+    (original / "nats.log").unlink()
+    assert "run.started" in packtrain("events", "list", "--directory", copy)
+    said = packtrain("runs", "rm", "one", "--yes", "--directory", copy)
+    assert "2 events" in said
+    assert "1 object" in said
+    assert str(original) not in said
+    assert not (original / "nats.log").exists(), "the original's broker was started"
+    assert [row.run for row in await list_runs(copy, None)] == []
+    assert [key async for key, _ in store.list()] == ["runs/one/run.json"]
+    assert [(row.run, row.events) for row in await list_runs(original, None)] == [("one", 2)]
+
+
+async def test_the_broker_of_a_directory_listens_when_it_is_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with embedded_broker(tmp_path) as broker:
+        await begin(broker, "one")
+    assert [r.getMessage() for r in caplog.records if "Connect call failed" in r.getMessage()] == []
+
+
+async def test_rm_waits_for_no_launcher_that_is_about_to_begin(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    async with embedded_broker(home) as broker:
+        # Its lock is held, and no record of processes says by whom: so it is between its first step and its services.
+        recorded(home, "one", broker)
+        await begin(broker, "one", 1)
+        said = packtrain("runs", "rm", "one", "--yes", "--directory", home, status=1)
+        assert f"in use by process {os.getpid()}" in said
+    assert [row.run for row in await list_runs(home, None)] == ["one"]
+
+
+async def test_rm_looks_again_after_the_answer(server: NatsServer, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    recorded(home, "one", server.broker)
+    await begin(server.broker, "one", 1)
+
+    def ask(told: str) -> bool:
+        # While a person reads, somebody goes on with the run.
+        asyncio.run(begin(server.broker, "one", 2))
+        return True
+
+    def remove() -> None:
+        run_removal.remove(home, "one", None, lambda told: _elsewhere(ask, told), print)
+
+    with pytest.raises(LaunchError, match="changed"):
+        await asyncio.to_thread(remove)
+    assert [(row.run, row.steps) for row in await list_runs(home, None)] == [("one", 2)]
+
+
+async def test_rm_leaves_a_run_whose_launcher_began_while_it_asked(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    recorded(tmp_path, "one", server.broker)
+    await begin(server.broker, "one", 1)
+    began: list[subprocess.Popen[bytes]] = []
+
+    def ask(told: str) -> bool:
+        with (tmp_path / "lock").open("w") as held:
+            began.append(subprocess.Popen(["sleep", "60"], stdin=held))
+        (tmp_path / "lock").write_text(f"{began[0].pid}\n")
+        return True
+
+    try:
+        with pytest.raises(LaunchError, match="in use by process"):
+            await asyncio.to_thread(run_removal.remove, tmp_path, "one", None, ask, print)
+        assert [row.events for row in await list_runs(tmp_path, None)] == [2]
+    finally:
+        began[0].kill()
+        began[0].wait()
+
+
+def _elsewhere(ask, told: str) -> bool:
+    """The answer of somebody who has an event loop of his own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(ask, told).result()
+
+
+def test_rm_follows_no_link_out_of_the_directory(tmp_path: Path) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    (home / "runs").mkdir(parents=True)
+    (other / "dear").mkdir(parents=True)
+    (home / "runs" / "one").symlink_to(other)
+    (home / "nats").mkdir()
+    said = packtrain("runs", "rm", "one", "--yes", "--directory", home, status=1)
+    assert "is a link" in said
+    assert (other / "dear").is_dir()
 
 
 async def test_rm_refuses_a_run_whose_services_are_at_work(server: NatsServer, tmp_path: Path) -> None:
@@ -277,6 +422,34 @@ def test_only_the_holder_of_the_lock_is_a_launcher(tmp_path: Path) -> None:
         assert find_launcher(tmp_path) is None
 
 
+def test_stop_signals_nobody_but_the_launcher_that_was_found(tmp_path: Path) -> None:
+    """Between finding and signalling, its number became another's, or the directory got another launcher."""
+    home = tmp_path / "runs" / "r"
+    home.mkdir(parents=True)
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        (tmp_path / "lock").write_text(f"{stranger.pid}\n")
+        (home / "processes.json").write_text(json.dumps({"launcher": stranger.pid}))
+        launcher.stop(tmp_path, launcher.Launcher(stranger.pid, "r"), 0.1)
+        # It may hold the lock by now, with another run.
+        with (tmp_path / "lock").open() as held:
+            other = subprocess.Popen(["sleep", "60"], stdin=held)
+        try:
+            (tmp_path / "lock").write_text(f"{other.pid}\n")
+            (home / "processes.json").write_text(json.dumps({"launcher": other.pid}))
+            assert find_launcher(tmp_path) == launcher.Launcher(other.pid, "r")
+            launcher.stop(tmp_path, launcher.Launcher(other.pid, "before"), 0.1)
+            assert (stranger.poll(), other.poll()) == (None, None)
+            launcher.stop(tmp_path, launcher.Launcher(other.pid, "r"), 10.0)
+            assert other.wait(10) == -signal.SIGTERM
+        finally:
+            other.kill()
+            other.wait()
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
 async def move(source: Path, target: Path, file: Path, payloads: bool) -> None:
     await asyncio.to_thread(archive.export, "small", file, payloads, None, source, print)
     place = archive.Target(target, Broker(), StoreConfig())
@@ -285,7 +458,8 @@ async def move(source: Path, target: Path, file: Path, payloads: bool) -> None:
 
 @pytest.mark.timeout(300)  # whole runs, on a machine that may be busy
 async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Path) -> None:
-    launched = Launched(tmp_path / "here", SMALLEST)
+    # Long enough not to be over before it is stopped, on a machine that has other work.
+    launched = Launched(tmp_path / "here", SMALLEST.replace("steps = 2", "steps = 4"))
     where = ("--directory", tmp_path / "here" / "state")
     launched.start()
     log = await launched.log()
@@ -316,7 +490,7 @@ async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Pat
     for there in (elsewhere, state):
         said = packtrain("runs", "resume", "small", "--plain", "--directory", there)
         assert "it goes on where it stopped" in said
-        assert [(row.state, row.steps) for row in await list_runs(there, None)] == [("completed", 2)]
+        assert [(row.state, row.steps) for row in await list_runs(there, None)] == [("completed", 4)]
     packtrain("runs", "rm", "small", "--yes", *where)
     # The broker clears away what is left of a stream when it starts again.
     assert await list_runs(state, None) == []

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
+import orjson
 import pytest
 
 from pipeline.decision import Decision
@@ -17,6 +18,7 @@ from pipeline.log.snapshot import Snapshots, bucket_name
 from schemas.config import Broker
 from schemas.envelope import Event
 from schemas.facts import SampleCompleted, SampleGraded
+from tests.log_parts import dispatched, take
 
 pytestmark = pytest.mark.timeout(60)
 EVERY = 20
@@ -142,9 +144,11 @@ async def test_a_snapshot_is_taken_only_when_all_that_was_decided_is_in_the_log(
 
     async def watched(self, seq, state):
         saved.append((seq, state["core"]["completed"], sum(decided)))
+        waited_for.append((seq, set(state["published"])))
         return await save(self, seq, state)
 
     decided: list[int] = []
+    waited_for: list[tuple[int, set[str]]] = []
 
     async def counted(facts):
         done = await publish_all(facts)
@@ -160,6 +164,9 @@ async def test_a_snapshot_is_taken_only_when_all_that_was_decided_is_in_the_log(
         await graded(log, 100)
         await until(lambda: bool(saved))
     assert all(completed_ <= published for _, completed_, published in saved)
+    # What has come back through the stream is waited for no longer, or it would be kept for ever.
+    seqs = {e.fact.subject(log.run).text: e.seq for e in await take(log.subscribe("sample.graded"), 100)}
+    assert all(seqs[subject] > seq for seq, subjects in waited_for for subject in subjects)
 
 
 async def test_a_snapshot_of_many_chunks_comes_back_whole_and_old_chunks_go(log: Log) -> None:
@@ -203,9 +210,9 @@ async def test_a_snapshot_that_does_not_fit_is_refused_and_the_log_refolded(
         await graded(log, 50)
         await until_async(lambda: kept(log))
     bucket = await log.js.key_value(bucket_name(log.run))
-    keys = await bucket.keys()
-    head = f"{'counting'}.head"
-    chunk = next(key for key in keys if key != head)
+    head = "counting.head"
+    # That of the newest: whoever was stopped as it saved may have left others.
+    chunk = f"counting.{orjson.loads((await bucket.get(head)).value or b'')['id']}.0"
     core = Counting()
     match fault:
         case "version":
@@ -220,6 +227,8 @@ async def test_a_snapshot_that_does_not_fit_is_refused_and_the_log_refolded(
             await log.js.delete_stream(log.stream)
             await log.create()
             await fill(log, 0, 50)
+            # Longer than the one before: its length alone would not tell.
+            await log.publish_all([(dispatched(i), None) for i in range(200)])
         case _:
             text = (await bucket.get(head)).value or b""
             await bucket.put(head, text.replace(b'"seq":', b'"seq":9'))

@@ -220,6 +220,50 @@ async def test_a_consumer_that_the_server_forgot_begins_again(log: Log) -> None:
     await serving.stop()
 
 
+async def test_what_comes_back_to_the_process_that_has_it_in_hand_is_not_handled_twice(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker that was away for longer than ack_wait did not hear that the fact was kept, and delivers it again."""
+
+    async def unheard(_: Delivery) -> None:
+        pass
+
+    monkeypatch.setattr(Delivery, "progress", unheard)
+    for number in range(2):
+        await log.publish(dispatched(number))
+    work = await log.work("loop", "sequence.dispatched", ack_wait_s=0.5)
+    stop, release = asyncio.Event(), asyncio.Event()
+    given: list[tuple[int, int]] = []
+
+    async def handle(delivery: Delivery) -> None:
+        given.append((delivery.event.seq, delivery.attempt))
+        if delivery.attempt == 1:
+            await release.wait()
+            if delivery.event.seq == 2:
+                raise RuntimeError("once")
+        await delivery.ack()
+
+    serving: asyncio.Task[None] = asyncio.create_task(serve_work(work, 4, handle, stop))
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                delivered = (await log.js.consumer_info(log.stream, "loop")).delivered
+                if delivered is not None and delivered.consumer_seq >= 6:
+                    break
+                await asyncio.sleep(0.02)
+        assert given == [(1, 1), (2, 1)]
+        # Its end is the fact's end, and its failure hands the fact back, whichever delivery the handler was given.
+        release.set()
+        async with asyncio.timeout(20):
+            while (await log.js.consumer_info(log.stream, "loop")).num_ack_pending:
+                await asyncio.sleep(0.02)
+    finally:
+        stop.set()
+        await end_tasks([serving])
+    [(seq, attempt)] = given[2:]
+    assert (seq, attempt >= 4) == (2, True)
+
+
 async def test_stopped_it_hands_back_what_it_has(log: Log) -> None:
     await log.publish(dispatched(1))
     work = await log.work("loop", "sequence.dispatched", ack_wait_s=600)

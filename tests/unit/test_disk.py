@@ -35,6 +35,9 @@ def test_a_failed_write_that_is_told_only_when_there_is_room_restarts_too() -> N
     """The broker's log lies on the same disk: it may say nothing while it is full."""
     watch = Watch("/d")
     assert watch.see(Look(0, False))[1] is False
+    told, restart = watch.see(Look(PLENTY, False))
+    assert not restart
+    assert ["room again" in line for line in told] == [True]
     assert watch.see(Look(PLENTY, False)) == ([], False)
     assert watch.see(Look(PLENTY, True))[1] is True
 

@@ -29,6 +29,7 @@ from schemas.facts import (
     SequenceFailed,
     SequenceFinished,
     SequenceOpened,
+    SequenceScored,
     SequenceVerified,
     SourceShare,
     StepTrained,
@@ -161,6 +162,7 @@ STRATEGIES: dict[type[Fact], st.SearchStrategy[Any]] = {
         payload=HEADERS,
     ),
     SequenceFailed: st.builds(SequenceFailed, **SEQUENCE, attempts=COUNTS, failure=FAILURES),
+    SequenceScored: st.builds(SequenceScored, **SEQUENCE, teacher=NAMES, tokens=COUNTS, scores=HEADERS),
     SampleCompleted: completions(),
     SampleGraded: st.builds(SampleGraded, **SAMPLE, grader=NAMES, rewards=REWARDS, fallback=st.none() | TEXT),
     SampleAccepted: st.builds(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipeline.replay import SERVICES, BadChange, Difference, WhatIf, change, read_setting
 from schemas.envelope import Event
-from schemas.facts import BatchYielded, RunStarted, SampleAccepted
+from schemas.facts import BatchYielded, RunStarted, SampleAccepted, SampleGraded, SampleShaped
+from services.cli.replay_report import difference_lines
 from tests.recorded import demo_events
 from tests.unit.factories import config
 from tests.unit.test_cores import World
@@ -133,6 +134,26 @@ def test_a_stricter_limit_rejects_groups_and_names_them_and_the_batches_they_lea
     assert found.unfilled == (5,)
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.6), (0.3, 1.0), (0.5, 1.0), (0.2, 0.9)])
+def test_batches_are_those_that_come_out_when_groups_are_counted_by_hand(low: float, high: float) -> None:
+    """In the demo no group is ever too old: a batch takes the next four of each source, as they were shaped."""
+    rates = {
+        e.fact.sample: sum(reward >= 1 for reward in e.fact.rewards) / len(e.fact.rewards)
+        for e in demo_events()
+        if isinstance(e.fact, SampleGraded)
+    }
+    shaped = [e.fact for e in demo_events() if isinstance(e.fact, SampleShaped)]
+    kept = {
+        "arithmetic": [f.sample for f in shaped if f.source == "arithmetic" and low < rates[f.sample] < high],
+        "calculator": [f.sample for f in shaped if f.source == "calculator"],
+    }
+    expected = [[s for each in kept.values() for s in each[4 * k : 4 * k + 4]] for k in range(5)]
+    found = demo("sampler", ("sources.arithmetic.accept.min", low), ("sources.arithmetic.accept.max", high))
+    assert [set(b.changed.samples) if b.changed else None for b in found.batches] == [
+        set(each) if len(each) == 8 else None for each in expected
+    ]
+
+
 def test_another_estimator_changes_advantages_and_nothing_else() -> None:
     found = demo("sampler", ("sources.arithmetic.estimator", "dr_grpo"))
     assert found.groups == ()
@@ -164,7 +185,12 @@ def test_fewer_steps_leave_out_the_batches_after_them_and_the_end_keeps_its_plac
     assert mixer.stopped == (1651, 1651)
     assert mixer.facts[0] == 1
     assert mixer.dispatched_added == ()
-    assert demo("sampler", ("steps", 3)).unfilled == (4, 5)
+    sampler = demo("sampler", ("steps", 3))
+    assert [b.step for b in sampler.batches if b.changed is None] == [4, 5]
+    assert sampler.unfilled == (), "a batch that nobody asked for is none that could not be filled"
+    told = list(difference_lines([sampler], []))
+    assert "  batch 4: not in the changed run, which has 3 steps" in told
+    assert not any("could not have been filled" in line for line in told)
 
 
 def test_a_batch_that_would_have_come_sooner_says_on_which_message() -> None:

@@ -13,11 +13,13 @@ from services.cli.embedded import (
     BadInput,
     LaunchError,
     free_port,
+    is_embedded,
     port_problem,
     secret_file,
     socket_directory,
     write_private,
 )
+from services.cli.reach import read_record
 from services.cli.runs import Choice, Known, choose, store_url, unit_arguments
 from services.cli.service import check_place, label
 from services.process import SERVICES
@@ -106,6 +108,28 @@ async def test_a_run_that_had_a_store_does_not_go_on_with_files(tmp_path: Path) 
     with pytest.raises(LaunchError, match=r"with other settings \(store\.url\)"):
         await chosen(directory, {"demo": UNFINISHED})
     assert (await chosen(directory, {"demo": UNFINISHED}, given)).resumed
+
+
+async def test_a_run_goes_on_in_the_directory_that_it_was_moved_to(tmp_path: Path) -> None:
+    moved = record(tmp_path / "before", "demo").rename(tmp_path / "after")
+    assert (await chosen(moved, {"demo": UNFINISHED})).resumed
+
+
+def test_a_record_has_the_paths_of_where_it_lies(tmp_path: Path) -> None:
+    file = Path("runs/demo/config.toml")
+    given = load(DEMO, [Override("", ("packer", "socket_dir"), "/elsewhere/sockets")])
+    before = record(tmp_path / "before", "demo", given)
+    assert read_record(before / file) == load(before / file)
+    after = before.rename(tmp_path / "after")
+    found = read_record(after / file)
+    assert is_embedded(found)
+    assert found.directory == str(after)
+    assert found.broker.token_file == str(after / "secrets" / "broker-token")
+    assert found.store.url == (after / "objects").as_uri()
+    assert found.packer.socket_dir == "/elsewhere/sockets"
+    copy = tmp_path / "config.toml"  # no record: it is where nobody's directory is
+    copy.write_bytes((after / file).read_bytes())
+    assert read_record(copy) == load(copy)
 
 
 async def test_a_record_of_another_broker_is_not_overwritten(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import pytest
 
 from pipeline.replay import NoSuchId, Trace, Tracer
 from schemas.envelope import Event
-from schemas.facts import BatchYielded, SampleRejected, SampleShaped, SequenceDispatched, SequenceOpened
+from schemas.facts import (
+    BatchYielded,
+    RunStarted,
+    SampleRejected,
+    SampleShaped,
+    SequenceDispatched,
+    SequenceOpened,
+)
 from services.cli.trace import lines
 from tests.recorded import demo_events
 
@@ -21,6 +28,17 @@ def traced(id_: str, events: Sequence[Event] | None = None) -> Trace:
     for event in events if events is not None else demo_events():
         tracer.feed(event)
     return tracer.trace()
+
+
+def test_a_core_that_fails_ends_the_members_and_not_the_trace() -> None:
+    events = list(demo_events())
+    events[0] = replace(events[0], fact=RunStarted(run="demo", config={"steps": "none"}))
+    tracer = Tracer("demo", "000001")
+    for event in events:
+        tracer.feed(event)
+    assert len(tracer.trace().nodes) == 6
+    assert tracer.trace().members == ()
+    assert tracer.failed.startswith("message 1, run.started demo: ValidationError")
 
 
 def test_every_event_of_a_sample_stands_under_the_event_that_it_was_decided_on() -> None:
