@@ -179,7 +179,9 @@ class Source(Section):
 
     name: SourceName = Field(description="source id, in subjects, object keys and sample ids")
     pool: Name = Field(description="the pool whose harness runs it")
-    groups: int = Field(ge=0, description="groups that it gives to every batch; 0 for an evaluation source")
+    groups: int = Field(
+        ge=0, le=100_000, description="groups that it gives to every batch; 0 for an evaluation source"
+    )
     group_size: int = Field(default=8, ge=1, le=512, description="sequences of one sample")
     oversample: float = Field(
         default=1.5, ge=1, le=100, description="groups in flight or waiting / groups per batch, at most"
@@ -192,6 +194,7 @@ class Source(Section):
     evaluate: int = Field(
         default=0,
         ge=0,
+        le=1_000_000,
         description="> 0: an evaluation source; so many tasks, before the first and after the last step",
     )
     behaviour: Behaviour = Behaviour()

@@ -48,8 +48,9 @@ class Acks:
         self._client = client
         self._timeout_s = timeout_s
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
-        # All wait equally long, so the first is the first to expire: one clock for all.
-        self._expiring: deque[tuple[float, asyncio.Future[Msg]]] = deque()
+        # All wait equally long, so the first is the first to expire: one clock for all. By number, as what is answered is
+        # not to be held until then.
+        self._expiring: deque[tuple[float, str]] = deque()
         self._clock: asyncio.TimerHandle | None = None
         self._numbers = itertools.count(1)
         self._prefix = ""
@@ -64,7 +65,7 @@ class Acks:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Msg] = loop.create_future()
         self._waiting[number] = answer
-        self._expiring.append((loop.time() + self._timeout_s, answer))
+        self._expiring.append((loop.time() + self._timeout_s, number))
         if self._clock is None:
             self._clock = loop.call_later(self._timeout_s, self._expire)
         try:
@@ -98,8 +99,8 @@ class Acks:
         loop = asyncio.get_running_loop()
         now = loop.time()
         while self._expiring and self._expiring[0][0] <= now:
-            _, answer = self._expiring.popleft()
-            if not answer.done():
+            answer = self._waiting.get(self._expiring.popleft()[1])
+            if answer is not None and not answer.done():
                 answer.set_exception(NatsTimeoutError())
         wait = max(self._expiring[0][0] - now, _LOOK_S) if self._expiring else None
         self._clock = loop.call_later(wait, self._expire) if wait is not None else None

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import logging
+import re
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,12 +23,14 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import RawStreamMsg
+from nats.protocol.command import hpub_cmd  # pyright: ignore[reportUnknownVariableType]  # untyped in nats-py
 
 from pipeline.secret_file import SecretUnreadable, read_secret
 from schemas.config import Broker
 
 _LOG = logging.getLogger("packtrain.log")
 _RECONNECT_WAIT_S = 0.2
+_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _PING_S = 20
 """nats-py's two minutes would leave a reader of a silent broker waiting for six."""
 
@@ -55,7 +59,8 @@ class _JetStream(JetStreamContext):
 
 
 class _Connection(Client):
-    """nats-py's client, whose reading task dies unseen, connection and all readers with it, of bytes that are not UTF-8."""
+    """nats-py's client, whose reading task dies unseen, connection and all readers with it, of bytes that are not UTF-8; and
+    faster at headers, of which an event has a dozen."""
 
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
@@ -72,6 +77,39 @@ class _Connection(Client):
         except (ValueError, IndexError):
             # No event without its headers: the message goes to the dead letters.
             return None
+
+    async def _send_publish(
+        self, subject: str, reply: str, payload: bytes, payload_size: int, headers: dict[str, Any] | None
+    ) -> None:
+        block = _block(headers) if headers and subject else None
+        if block is None:
+            await super()._send_publish(subject, reply, payload, payload_size, headers)
+            return
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += payload_size
+        await self._send_command(hpub_cmd(subject, reply, block, payload))
+        if self._flush_queue is not None and self._flush_queue.empty():
+            await self._flush_pending()
+
+
+def _block(headers: dict[str, Any]) -> bytes | None:
+    """Headers as they go on the wire; None when it takes nats-py's care to make them so.
+
+    It looks at each name and value in Python, for a tenth of all that a publish of ours costs.
+    """
+    if not _well_named(tuple(headers)):
+        return None
+    lines = "\r\n".join([f"{name}: {value}" for name, value in headers.items()])
+    # A line break within a value would be a header of its own.
+    breaks = len(headers) - 1
+    if lines.count("\n") != breaks or lines.count("\r") != breaks:
+        return None
+    return f"NATS/1.0\r\n{lines}\r\n\r\n".encode()
+
+
+@functools.lru_cache(maxsize=256)
+def _well_named(names: tuple[str, ...]) -> bool:
+    return all(_NAME.fullmatch(name) for name in names)
 
 
 def _token(broker: Broker) -> str | None:
