@@ -86,6 +86,8 @@ async def main() -> None:
     parser.add_argument("--follow", action="store_true", help="go on when the run has stopped")
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="a part after S quiet seconds")
     given = parser.parse_args()
+    if not given.config.is_file():
+        parser.error(f"no file {given.config}")
     config = read_record(given.config)
     given.directory.mkdir(parents=True, exist_ok=True)
     newest = max((int(part.stem.split("-")[1]) for part in given.directory.glob("*.parquet")), default=0)

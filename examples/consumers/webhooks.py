@@ -72,7 +72,9 @@ async def main() -> None:
     parser.add_argument("url", help="where events are posted")
     parser.add_argument("--type", action="append", choices=sorted(FACTS), help="post these; else all")
     parser.add_argument(
-        "--name", default="webhooks", help="of the place that the broker keeps; one for each URL"
+        "--name",
+        default="webhooks",
+        help="of the place that the broker keeps, by default webhooks; one for each URL and set of types",
     )
     parser.add_argument(
         "--patience", type=float, default=600.0, metavar="S", help="give up on an event after S seconds"
@@ -80,6 +82,8 @@ async def main() -> None:
     parser.add_argument("--follow", action="store_true", help="go on when the run has stopped")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if not given.config.is_file():
+        parser.error(f"no file {given.config}")
     config = read_record(given.config)
     timeout = aiohttp.ClientTimeout(total=30)
     async with broker_of(config) as broker, aiohttp.ClientSession(timeout=timeout) as session:

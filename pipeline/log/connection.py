@@ -99,7 +99,8 @@ def _block(headers: dict[str, Any]) -> bytes | None:
     """
     if not _well_named(tuple(headers)):
         return None
-    lines = "\r\n".join([f"{name}: {value}" for name, value in headers.items()])
+    # Added, not formatted: nats-py's own names are members of an enum of str, whose format is another.
+    lines = "\r\n".join([name + ": " + value for name, value in headers.items()])
     # A line break within a value would be a header of its own.
     breaks = len(headers) - 1
     if lines.count("\n") != breaks or lines.count("\r") != breaks:

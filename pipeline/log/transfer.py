@@ -100,7 +100,7 @@ async def import_messages(
     if (found.first, found.last) != (manifest.first, manifest.last):
         raise LogError(
             f"run {log.run} was written to during its import: it has messages {found.first} to {found.last}, the file "
-            f"{manifest.first} to {manifest.last}; remove it (packtrain runs rm {log.run}) and import again"
+            f"{manifest.first} to {manifest.last}; remove it there (packtrain runs rm) and import again"
         )
 
 
@@ -130,7 +130,7 @@ async def compare(client: Client, log: Log, archive: Archive) -> int:
 def _other(log: Log, how: str) -> LogError:
     return LogError(
         f"the broker has another run {log.run} ({how}); nothing was changed. Import into another broker or directory, or "
-        f"remove that run first: packtrain runs rm {log.run}"
+        f"remove that run there first (packtrain runs rm)"
     )
 
 

@@ -73,7 +73,7 @@ class Difference:
     stopped: tuple[int | None, int | None]
     """The message at which the run is over: (recorded, changed)."""
     facts: tuple[int, int, int]
-    """Of the core's own: with another body, only in the changed version, only in the recorded."""
+    """Of the core's own: with another body or made later, only in the changed version, only in the recorded."""
     left_out: int
     """Inputs of sources that the changed configuration does not have."""
     failed: str
@@ -164,6 +164,7 @@ class WhatIf:
                 if at is not None and at > event.seq:
                     self._held[subject] = decision.fact
                 elif subject not in (self._on_the_way or ()):
+                    self._bodies += at is not None  # recorded, but made later here
                     following.append(replace(now, fact=decision.fact, id=f"{now.id}+", causation=now.id))
 
     def report(self) -> Difference:

@@ -40,6 +40,7 @@ from services.cli.reach import (
     embedded_broker,
     find_run,
     home_of,
+    inside,
     read_record,
 )
 from services.cli.summary import size
@@ -217,7 +218,7 @@ def _check_records(home: Path, config: RunConfig) -> None:
         if not same_broker or theirs.store.url != config.store.url:
             raise LaunchError(
                 f"{home} is the record of a run {config.run} in another broker or store; import into another directory with "
-                f"--directory, or remove that run first: packtrain runs rm {config.run}"
+                f"--directory, or remove that run first: packtrain runs rm {config.run}{inside(Path(config.directory))}"
             )
 
 

@@ -90,10 +90,14 @@ async def _show(
                 raise LaunchError(f"broker {broker.url} has no run {found.run!r}")
             events = _followed(log) if follow else _recorded(log, note)
             seen: set[str] = set()
+            shown = 0
             async for event in events:
                 seen |= places(event)
                 if chosen.passes(event):
+                    shown += 1
                     write(as_line(event, found.run) if as_json else line(event))
+            if not shown and not follow and chosen.type is not None:
+                note(f"no event of --type {chosen.type} that is asked for")
             if chosen.source is not None and chosen.source not in seen and not follow:
                 note(f"no event of --source {chosen.source}; seen: {', '.join(sorted(seen)) or 'none'}")
             if log.skipped:

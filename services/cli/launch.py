@@ -46,7 +46,7 @@ from services.cli.embedded import (
     secret_file,
     socket_directory,
 )
-from services.cli.live import Screen
+from services.cli.live import Screen, counted
 from services.cli.policy import resolve_policy
 from services.cli.reach import GIVEN, PATHS, RECORD
 from services.cli.runs import Choice, Known, choose, resumed, store_url, unit_arguments
@@ -125,7 +125,14 @@ class _Launch:
             shutil.rmtree(self._scratch, ignore_errors=True)
         stopped = self.view.stopped
         if stopped is not None:
-            return 0 if stopped.reason == "completed" else 1
+            if stopped.reason == "completed":
+                return 0
+            run = self.choice.run if self.choice is not None else ""
+            print(
+                f"packtrain: run {run} was {stopped.reason} after {counted(stopped.steps, 'step')}",
+                file=sys.stderr,
+            )
+            return 1
         if self.choice is not None:
             self._say(f"stopped; run {self.choice.run} is unfinished, the same command goes on with it")
         return INTERRUPTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.cli.embedded import (
     free_port,
     is_embedded,
 )
+from services.cli.options import DEFAULT_DIRECTORY
 from services.cli.supervise import Supervisor, Unit
 
 RECORD = "config.toml"
@@ -161,3 +163,9 @@ def running_broker(directory: Path) -> Broker | None:
     if listening is None:
         return None
     return Broker(url=f"nats://{listening[1]}", token_file=str(secrets / "broker-token"))
+
+
+def inside(directory: Path) -> str:
+    """What a command that is named to a person needs to mean this directory: nothing for the default one."""
+    default = directory.absolute() == DEFAULT_DIRECTORY.absolute()
+    return "" if default else f" --directory {shlex.quote(str(directory))}"

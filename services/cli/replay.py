@@ -83,6 +83,8 @@ async def _show(
         return status
 
 
+_SHOWN = 80
+"""Characters of a changed value, at most."""
 _Told = tuple[int, dict[str, Any], Iterable[str]]
 """Exit status, the report as JSON values (orjson takes dataclasses), and as text."""
 
@@ -164,7 +166,8 @@ def _changes(before: Any, after: Any, path: str = "") -> Iterable[str]:
 
 
 def _shown(value: Any) -> str:
-    return "(none)" if value is None else orjson.dumps(value).decode()[:80]
+    text = "(none)" if value is None else orjson.dumps(value).decode()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _report(report: Report) -> dict[str, Any]:

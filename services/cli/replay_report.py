@@ -101,7 +101,7 @@ def difference_lines(differences: Sequence[Difference], changes: Sequence[str]) 
             yield f"{found.service}: no difference: every decision is as recorded"
             continue
         other, added, removed = found.facts
-        yield f"{found.service}: {_counted(other, 'decision')} with another body, {added:,} added, {removed:,} gone"
+        yield f"{found.service}: {_counted(other, 'decision')} other than recorded, {added:,} added, {removed:,} gone"
         yield from _dispatched(found) if found.service == "mixer" else _sampled(found)
     yield from LIMITS
 

@@ -24,7 +24,16 @@ from services.cli import launch, launcher
 from services.cli.check import load_checked
 from services.cli.embedded import LaunchError, is_embedded
 from services.cli.live import counted
-from services.cli.reach import GIVEN, IMPORTING, RECORD, broker_of, embedded_broker, home_of, read_record
+from services.cli.reach import (
+    GIVEN,
+    IMPORTING,
+    RECORD,
+    broker_of,
+    embedded_broker,
+    home_of,
+    inside,
+    read_record,
+)
 
 STOP_S = 60.0
 _CONNECT_S = 10.0
@@ -96,15 +105,15 @@ def stop(directory: Path, run: str, say: Say) -> None:
             else f"no launcher runs in {directory}"
         )
         raise LaunchError(
-            f"run {run} is not launched from here ({here}); packtrain runs stop {run} --cancel ends it for good, wherever its "
-            "services run"
+            f"run {run} is not launched from here ({here}); packtrain runs stop {run} --cancel{inside(directory)} ends it for good, "
+            "wherever its services run"
         )
     launcher.stop(directory, running, STOP_S)
     over = asyncio.run(_ending(directory, run))
     say(
         f"run {run} is over: {over}"
         if over
-        else f"run {run} is stopped and unfinished; packtrain runs resume {run} goes on with it"
+        else f"run {run} is stopped and unfinished; packtrain runs resume {run}{inside(directory)} goes on with it"
     )
 
 

@@ -32,7 +32,7 @@ from services.cli.claim import claim_key
 from services.cli.embedded import LaunchError
 from services.cli.launcher import find_launcher, holder
 from services.cli.live import counted
-from services.cli.reach import BORROWED, IMPORTING, RECORD, home_of
+from services.cli.reach import BORROWED, IMPORTING, RECORD, home_of, inside
 from services.cli.run_control import Place, ending, log_of, place_of
 from services.cli.summary import size
 
@@ -77,7 +77,7 @@ def _check_idle(directory: Path, run: str) -> None:
     running, pid = find_launcher(directory), holder(directory)
     if running is not None and running.run == run:
         raise LaunchError(
-            f"run {run} is running (launcher {running.pid}); packtrain runs stop {run} stops it first"
+            f"run {run} is running (launcher {running.pid}); packtrain runs stop {run}{inside(directory)} stops it first"
         )
     if running is None and pid not in (None, os.getpid()):
         raise LaunchError(

@@ -174,7 +174,8 @@ async def test_cancel_ends_a_run_of_any_broker_once(server: NatsServer, tmp_path
     assert "over already: cancelled after 3 steps" in packtrain("runs", "stop", "far", "--cancel", *where)
     assert rows(*where)[0]["state"] == "cancelled"
     assert "has no run 'none'" in packtrain("runs", "stop", "none", "--cancel", *where, status=1)
-    assert "--cancel ends it for good" in packtrain("runs", "stop", "far", "--directory", tmp_path, status=1)
+    hint = f"stop far --cancel --directory {tmp_path} ends it for good"
+    assert hint in packtrain("runs", "stop", "far", "--directory", tmp_path, status=1)
 
 
 async def test_cancel_waits_for_no_launcher_of_another_broker(
@@ -473,7 +474,9 @@ async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Pat
     with pytest.raises(LaunchError, match="runs small"):
         run_control.stop(state, "other", print)
     said = packtrain("runs", "stop", "small", *where)
-    assert said == "run small is stopped and unfinished; packtrain runs resume small goes on with it\n"
+    assert said == (
+        f"run small is stopped and unfinished; packtrain runs resume small --directory {state} goes on with it\n"
+    )
     assert launched.finish(1) == 130
     await log.close()
     assert [row.state for row in await list_runs(state, None)] == ["unfinished"]

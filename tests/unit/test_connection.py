@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.js.api import Header
 
 from pipeline.log.connection import _block, _Connection
 
@@ -33,6 +34,7 @@ def sent(client: Client, headers: dict[str, Any], body: bytes) -> bytes:
 @given(headers=st.dictionaries(NAMES, TEXT, min_size=1, max_size=14), body=st.binary(max_size=50))
 @example({"a": "two\r\nlines: here", "b": "x"}, b"")
 @example({"a": "\n"}, b"")
+@example({Header.EXPECTED_STREAM: "T", "a": "b"}, b"")
 @example({"a": "b\r"}, b"")
 @example({"ce-id": "ä€𝄞"}, b"\r\n")
 def test_headers_are_sent_as_nats_py_sends_them(headers: dict[str, str], body: bytes) -> None:
