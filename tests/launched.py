@@ -72,6 +72,27 @@ max_tokens = 64
 kind = "calculator"
 """
 
+CHAT_ONLY = """
+run = "small"
+steps = 2
+[batch]
+dp = 1
+[[pools]]
+name = "chat"
+harness = "chat"
+[[sources]]
+name = "arithmetic"
+pool = "chat"
+groups = 2
+group_size = 4
+[sources.behaviour]
+max_tokens = 16
+max_turns = 1
+[sources.environment]
+kind = "arithmetic"
+"""
+"""The smallest run: one source, one rank, no tool."""
+
 
 class Launched:
     """`packtrain run FILE --plain` in a directory of its own.

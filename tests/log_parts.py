@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from nats.errors import Error as NatsError
+
+from pipeline.log import Log
 from schemas.config import Broker
 from schemas.envelope import EXPECTED_LAST
 from schemas.facts import SampleCompleted, SequenceDispatched
@@ -52,6 +55,32 @@ async def until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(0.02)
+
+
+class Tries:
+    """Counts what a log sends to be stored, from now on, each try of it."""
+
+    def __init__(self, log: Log) -> None:
+        self.count = 0
+        acks = log._publisher._acks
+        publish = acks.publish
+
+        async def counted(subject: str, body: bytes, headers: dict[str, str]):
+            self.count += 1
+            return await publish(subject, body, headers)
+
+        acks.publish = counted
+
+
+async def created(log: Log) -> None:
+    """The log's stream is there: a cluster that has just started has no leader yet."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await log.create()
+                return
+            except (NatsError, TimeoutError):
+                await asyncio.sleep(0.2)
 
 
 async def publish_raw(broker: Broker, subject: bytes, headers: bytes, body: bytes) -> None:

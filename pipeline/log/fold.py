@@ -51,14 +51,13 @@ async def read_events(
     subject: str,
     first: int | datetime,
     poll_s: float,
-    patiently: Patience | None = None,
+    patiently: Patience,
 ) -> AsyncGenerator[Found, None]:
     """Messages of `subject`, for ever: from stream sequence `first` on, or those stored at that time and later.
 
     See the module's promises. `poll_s`: how long one request to the broker stands while nothing comes. Raises LogError
     when the stream is gone.
     """
-    patiently = patiently or Patience(client, js, stream)
     following = first
     while not client.is_closed:
         pull: Pull | None = None

@@ -28,8 +28,8 @@ from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 from pipeline.log.connection import BrokerUnavailable, connect
 from pipeline.log.dead_letters import MALFORMED, MAX_MESSAGE, DeadLetters
 from pipeline.log.fold import Found, read_events
-from pipeline.log.patience import NO_JETSTREAM, LogError, Patience
-from pipeline.log.publish import PUBLISH_TIMEOUT_S, Published, Publisher, decode_raw
+from pipeline.log.patience import NO_JETSTREAM, Patience
+from pipeline.log.publish import PUBLISH_TIMEOUT_S, Published, Publisher, decode_raw, unreadable
 from pipeline.log.subscription import Durable, durable_name
 from pipeline.log.work import MAX_DELIVER, Work, open_work
 from schemas.config import Broker
@@ -185,9 +185,7 @@ class Log:
         subject = subject_filter(self.run, type_, scope)
         last = await self._last_of(subject)
         if isinstance(last, Unknown):
-            raise LogError(
-                f"{subject} holds {last.type} version {last.version}, which this version of packtrain cannot read; upgrade it"
-            )
+            raise unreadable(subject, last)
         if not isinstance(last, Invalid):
             return last
         # Rubbish on top of the facts hides none of them.
@@ -247,11 +245,17 @@ class Log:
         """`subscribe` with what it skips, for readers that must know how far they are."""
         return self._read(subject_filter(self.run, type_, source), first, None, poll_s)
 
+    def messages(
+        self, subject: str, first: int | datetime = 1, poll_s: float = 2.0
+    ) -> AsyncGenerator[Found, None]:
+        """What is stored on the subjects of a filter, as it is, for ever: nothing is decoded, counted or buried."""
+        return read_events(self._client, self._js, self.stream, subject, first, poll_s, self.patiently)
+
     async def _read(
         self, subject: str, first: int | datetime, durable: str | None, poll_s: float
     ) -> AsyncGenerator[Event | Unknown | Invalid, None]:
         messages = (
-            read_events(self._client, self._js, self.stream, subject, first, poll_s, self.patiently)
+            self.messages(subject, first, poll_s)
             if durable is None
             else self._durable(durable, subject).read(first, poll_s)
         )

@@ -105,9 +105,7 @@ class Publisher:
             if isinstance(found, Event):
                 return found, after
             if isinstance(found, Unknown):
-                raise LogError(
-                    f"{subject} holds {found.type} version {found.version}, which this version of packtrain cannot read; upgrade it"
-                )
+                raise unreadable(subject, found)
             after = found.seq
 
     async def _single(self, event: Event, message: Message) -> Published:
@@ -191,6 +189,13 @@ class Publisher:
             first = ack.seq - last + 1
             return [Published(at(event, first + i), won=True) for i, (event, _) in enumerate(burst)]
         raise AssertionError("unreachable")
+
+
+def unreadable(subject: str, found: Unknown) -> LogError:
+    """What to raise where an event of a newer version stands and would have to be understood."""
+    return LogError(
+        f"{subject} holds {found.type} version {found.version}, which this version of packtrain cannot read; upgrade it"
+    )
 
 
 def decode_raw(raw: RawStreamMsg):

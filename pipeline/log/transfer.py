@@ -20,14 +20,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js.api import Header, PubAck
 from nats.js.errors import APIError
 
 from pipeline.log.archive import Archive
 from pipeline.log.archive_format import canonical
-from pipeline.log.fold import Found, read_events
+from pipeline.log.fold import Found
 from pipeline.log.log import Log
 from pipeline.log.patience import LogError
 
@@ -39,7 +38,6 @@ _SHORT_WINDOW_S = 0.1
 one id when they were stored longer apart than its usual window, as an import is faster than the run was."""
 _HEADER_ROOM = 1024
 """The header with the place is added to a message that may be as large as the stream takes."""
-_POLL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +65,11 @@ async def extent(log: Log) -> Extent:
     return Extent(state.first_seq, state.last_seq)
 
 
-async def export_messages(client: Client, log: Log, part: Extent) -> AsyncIterator[Found]:
+async def export_messages(log: Log, part: Extent) -> AsyncIterator[Found]:
     """The messages as they are, dead letters among them. Raises LogError when one is gone before it was read."""
     expected = part.first
-    events = read_events(client, log.js, log.stream, ">", part.first, _POLL_S)
-    async with contextlib.aclosing(events):  # pyright: ignore[reportArgumentType]  # it is an async generator
-        async for found in events:
+    async with contextlib.aclosing(log.messages(">", part.first)) as messages:
+        async for found in messages:
             if found.seq != expected:
                 raise LogError(
                     f"message {expected} of run {log.run} was removed while it was exported; export again"
@@ -104,7 +101,7 @@ async def import_messages(
         )
 
 
-async def compare(client: Client, log: Log, archive: Archive) -> int:
+async def compare(log: Log, archive: Archive) -> int:
     """The first sequence that the broker lacks. Changes nothing. Raises LogError when its log is another one."""
     manifest = archive.manifest
     if not await log.exists():
@@ -121,7 +118,7 @@ async def compare(client: Client, log: Log, archive: Archive) -> int:
     if state.last_seq > manifest.last:
         raise _other(log, f"it goes on to message {state.last_seq}, the file to {manifest.last}")
     recorded = archive.messages()
-    async for found in export_messages(client, log, Extent(state.first_seq, state.last_seq)):
+    async for found in export_messages(log, Extent(state.first_seq, state.last_seq)):
         if canonical(found, manifest.first) != next(recorded):
             raise _other(log, f"message {found.seq} differs")
     return state.last_seq + 1

@@ -18,7 +18,7 @@ from pathlib import Path
 import orjson
 
 from pipeline.config import ConfigError, dumps, loads
-from pipeline.log import BrokerUnavailable, Log, LogError, connect
+from pipeline.log import BrokerUnavailable, Log, LogError
 from pipeline.log.archive import Archive
 from pipeline.log.archive_format import ArchiveError, Manifest
 from pipeline.log.archive_writer import ArchiveWriter
@@ -36,11 +36,11 @@ from services.cli.reach import (
     GIVEN,
     IMPORTING,
     RECORD,
-    broker_of,
     embedded_broker,
     find_run,
     home_of,
     inside,
+    open_log,
     read_record,
 )
 from services.cli.summary import size
@@ -80,43 +80,36 @@ def export(
 
 
 async def _export(config: RunConfig, file: Path, payloads: bool) -> Manifest:
-    async with broker_of(config) as broker:
-        client = await connect(broker, f"export@{config.run}")
-        try:
-            log = Log(client, config.run, "export", broker)
-            if not await log.exists():
-                raise LaunchError(f"broker {broker.url} has no run {config.run!r}")
-            part = await extent(log)
-            # After the log's end is fixed: whatever an event of it names was written before the event.
-            store = ObjectStore.open(config.store) if payloads else None
-            objects = sorted([found async for found in store.list(run_prefix(config.run))]) if store else []
-            manifest = Manifest(
-                run=config.run,
-                first=part.first,
-                last=part.last,
-                messages=part.messages,
-                payloads=payloads,
-                objects=len(objects),
-                object_bytes=sum(count for _, count in objects),
-            )
-            with ArchiveWriter(file, manifest, dumps(portable(config))) as writer:
-                with progress("exporting messages", part.messages) as tell:
-                    async for message in export_messages(client, log, part):
-                        writer.message(message)
-                        tell(message.seq - part.first + 1)
-                if store is not None:
-                    with progress("exporting objects", manifest.object_bytes, in_bytes=True) as tell:
-                        done = 0
-                        for group in groups(objects):
-                            bodies = await asyncio.gather(*(store.get(key) for key, _ in group))
-                            for (key, _), body in zip(group, bodies, strict=True):
-                                writer.object(key, body)
-                                done += len(body)
-                            tell(done)
-                writer.close()
-                return manifest
-        finally:
-            await client.close()
+    async with open_log(config, "export") as log:
+        part = await extent(log)
+        # After the log's end is fixed: whatever an event of it names was written before the event.
+        store = ObjectStore.open(config.store) if payloads else None
+        objects = sorted([found async for found in store.list(run_prefix(config.run))]) if store else []
+        manifest = Manifest(
+            run=config.run,
+            first=part.first,
+            last=part.last,
+            messages=part.messages,
+            payloads=payloads,
+            objects=len(objects),
+            object_bytes=sum(count for _, count in objects),
+        )
+        with ArchiveWriter(file, manifest, dumps(portable(config))) as writer:
+            with progress("exporting messages", part.messages) as tell:
+                async for message in export_messages(log, part):
+                    writer.message(message)
+                    tell(message.seq - part.first + 1)
+            if store is not None:
+                with progress("exporting objects", manifest.object_bytes, in_bytes=True) as tell:
+                    done = 0
+                    for group in groups(objects):
+                        bodies = await asyncio.gather(*(store.get(key) for key, _ in group))
+                        for (key, _), body in zip(group, bodies, strict=True):
+                            writer.object(key, body)
+                            done += len(body)
+                        tell(done)
+            writer.close()
+            return manifest
 
 
 def groups(objects: list[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
@@ -170,10 +163,9 @@ async def _import(archive: Archive, portable_: RunConfig, directory: Path, targe
         config = given.model_copy(update={"broker": broker, "store": store_config})
         home = home_of(directory, run)
         _check_records(home, config)
-        client = await connect(broker, f"import@{run}")
+        log = await Log.connect(broker, run, "import")
         try:
-            log = Log(client, run, "import", broker)
-            start = await compare(client, log, archive)
+            start = await compare(log, archive)
             store = await open_place(config, resumed=True)
             claim, claimed = await _check_place(store, archive, config)
             recorded = (home / RECORD).is_file()
@@ -191,7 +183,7 @@ async def _import(archive: Archive, portable_: RunConfig, directory: Path, targe
             if not recorded:
                 (home / IMPORTING).replace(home / RECORD)
         finally:
-            await client.close()
+            await log.close()
     there = start - archive.manifest.first
     before = f"; {there:,} of the messages were there already" if there else ""
     say(f"run {run}: {_counted(archive.manifest)} from {archive.path}{before}")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from pipeline.log import Letter, LetterError, Log
 from pipeline.log.dead_letters import MALFORMED
 from schemas.names import checked_name, dead_letter_subject
 from services.cli.embedded import BadInput, LaunchError
-from services.cli.reach import broker_of, find_run
+from services.cli.reach import find_run, open_log
 
 _TEXT = 16_384
 _BYTES = 1_024
@@ -39,17 +39,8 @@ class Where:
     run: str | None
 
 
-@asynccontextmanager
-async def _log(where: Where) -> AsyncIterator[Log]:
-    found = find_run(where.config, where.directory, where.run)
-    async with broker_of(found) as broker:
-        log = await Log.connect(broker, found.run, "cli")
-        try:
-            if not await log.exists():
-                raise LaunchError(f"broker {broker.url} has no run {found.run!r}")
-            yield log
-        finally:
-            await log.close()
+def _log(where: Where) -> AbstractAsyncContextManager[Log]:
+    return open_log(find_run(where.config, where.directory, where.run))
 
 
 def show_all(where: Where, closed_too: bool, as_json: bool, write: Write, note: Write) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import DEFAULT_DIRECTORY, ConfigFile, Json, RunName, Runs, one_line
+from services.cli.options import DEFAULT_DIRECTORY, ConfigFile, Json, RunName, Runs, note, one_line
 
 app = typer.Typer(no_args_is_help=True, help="Messages that nobody could handle: see, retry or drop them.")
 
@@ -34,7 +34,7 @@ def list_(
     with one_line():
         from services.cli import dlq
 
-        dlq.show_all(dlq.Where(config, directory, run or run_name), all_, json_, typer.echo, _note)
+        dlq.show_all(dlq.Where(config, directory, run or run_name), all_, json_, typer.echo, note)
 
 
 @app.command()
@@ -81,7 +81,3 @@ def drop(
         from services.cli import dlq
 
         dlq.change(dlq.Where(config, directory, run_name), letters or [], all_of, "drop", typer.echo)
-
-
-def _note(line: str) -> None:
-    typer.echo(f"packtrain: {line}", err=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from pipeline.log.tasks import end_tasks
 from schemas.envelope import Event
 from schemas.facts import ALL, FACTS, RunStopped
 from schemas.names import checked_name
-from services.cli.embedded import BadInput, LaunchError
-from services.cli.reach import broker_of, find_run
+from services.cli.embedded import BadInput
+from services.cli.reach import find_run, open_log
 
 _TAIL = 10
 _QUIET_S = 5.0
@@ -83,27 +83,26 @@ async def _show(
     note: Callable[[str], None],
 ) -> None:
     found = find_run(config, directory, run)
-    async with broker_of(found) as broker:
-        log = await Log.connect(broker, found.run, "cli")
-        try:
-            if not await log.exists():
-                raise LaunchError(f"broker {broker.url} has no run {found.run!r}")
-            events = _followed(log) if follow else _recorded(log, note)
-            seen: set[str] = set()
-            shown = 0
-            async for event in events:
-                seen |= places(event)
-                if chosen.passes(event):
-                    shown += 1
-                    write(as_line(event, found.run) if as_json else line(event))
-            if not shown and not follow and chosen.type is not None:
-                note(f"no event of --type {chosen.type} that is asked for")
-            if chosen.source is not None and chosen.source not in seen and not follow:
-                note(f"no event of --source {chosen.source}; seen: {', '.join(sorted(seen)) or 'none'}")
-            if log.skipped:
-                note(f"skipped, as no event to this version: {dict(log.skipped)}")
-        finally:
-            await log.close()
+    async with open_log(found) as log:
+        events = _followed(log) if follow else _recorded(log, note)
+        seen: set[str] = set()
+        shown = 0
+        async for event in events:
+            seen |= places(event)
+            if chosen.passes(event):
+                shown += 1
+                write(as_line(event, found.run) if as_json else line(event))
+        if not shown and not follow and chosen.type is not None:
+            note(f"no event of --type {chosen.type} that is asked for")
+        if chosen.source is not None and chosen.source not in seen and not follow:
+            note(f"no event of --source {chosen.source}; seen: {', '.join(sorted(seen)) or 'none'}")
+        note_skipped(log.skipped, note)
+
+
+def note_skipped(skipped: Mapping[str, int], note: Callable[[str], None]) -> None:
+    """Tells what a reader passed over, by kind, if anything."""
+    if skipped:
+        note(f"skipped, as no event to this version: {dict(skipped)}")
 
 
 async def _followed(log: Log) -> AsyncIterator[Event]:

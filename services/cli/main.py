@@ -39,6 +39,7 @@ from services.cli.options import (
     StoreEndpoint,
     Type,
     console,
+    note,
     one_line,
 )
 
@@ -244,9 +245,6 @@ def _events(
 ) -> None:
     with one_line():
         from services.cli import events
-
-        def note(line: str) -> None:
-            typer.echo(f"packtrain: {line}", err=True)
 
         chosen = events.Filter(*filters)
         events.show(config, directory, run_name, chosen, as_json, follow, typer.echo, note)

@@ -68,6 +68,11 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
 
 
+def note(line: str) -> None:
+    """Tells a person something that is no part of the result."""
+    typer.echo(f"packtrain: {line}", err=True)
+
+
 @contextmanager
 def one_line() -> Iterator[None]:
     """Ends the command with one line a fault for every error that is not a bug."""
@@ -80,7 +85,7 @@ def one_line() -> Iterator[None]:
         if status is None:
             raise
         for line in str(error).splitlines():
-            typer.echo(f"packtrain: {line}", err=True)
+            note(line)
         raise typer.Exit(status) from None
 
 

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.capture.tokenizer import PolicyTokenizer
-from pipeline.log import Log
 from pipeline.store import ObjectStore
 from pipeline.store.keys import checked_key
 from pipeline.store.payload import read_columns, read_header
@@ -24,7 +23,7 @@ from schemas.names import sample_index, sequence_id
 from schemas.payload import ROLES, PayloadHeader
 from services.cli.embedded import BadInput, LaunchError
 from services.cli.policy import policy_directory
-from services.cli.reach import broker_of, find_run
+from services.cli.reach import find_run, open_log
 
 Columns = dict[str, NDArray[Any]]
 LOSS_STYLE = "bold green"
@@ -83,14 +82,8 @@ def _sequence(what: str) -> tuple[str, str] | None:
 
 
 async def _payload_key(config: RunConfig, source: str, sequence: str) -> str:
-    async with broker_of(config) as broker:
-        log = await Log.connect(broker, config.run, "cli")
-        try:
-            if not await log.exists():  # `last` would wait for a broker that serves no streams
-                raise LaunchError(f"broker {broker.url} has no run {config.run!r}")
-            event = await log.last(SequenceFinished.type, source, sequence)
-        finally:
-            await log.close()
+    async with open_log(config) as log:
+        event = await log.last(SequenceFinished.type, source, sequence)
     if event is None or not isinstance(event.fact, SequenceFinished):
         raise LaunchError(
             f"run {config.run} has no finished sequence {sequence}; events list --id {sequence} shows what became of it"

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pipeline.config import load
+from pipeline.log import Log
 from schemas.config import Broker, RunConfig
 from schemas.names import BadName, checked_name
 from services.cli.embedded import (
@@ -163,6 +164,19 @@ def running_broker(directory: Path) -> Broker | None:
     if listening is None:
         return None
     return Broker(url=f"nats://{listening[1]}", token_file=str(secrets / "broker-token"))
+
+
+@asynccontextmanager
+async def open_log(config: RunConfig, producer: str = "cli") -> AsyncIterator[Log]:
+    """The run's log, which is there. Raises BrokerUnavailable, LaunchError."""
+    async with broker_of(config) as broker:
+        log = await Log.connect(broker, config.run, producer)
+        try:
+            if not await log.exists():  # to read it would wait for a broker that serves no streams
+                raise LaunchError(f"broker {broker.url} has no run {config.run!r}")
+            yield log
+        finally:
+            await log.close()
 
 
 def inside(directory: Path) -> str:

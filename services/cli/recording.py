@@ -17,16 +17,15 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from pipeline.log import Log, connect
 from pipeline.log.archive import Archive
 from pipeline.log.archive_format import ArchiveError
-from pipeline.log.fold import Found, read_events
+from pipeline.log.fold import Found
 from schemas.envelope import Event, Unknown, decode
 from schemas.facts import RunStarted
 from schemas.names import subject_filter
-from services.cli.embedded import BadInput, LaunchError
+from services.cli.embedded import BadInput
 from services.cli.progress import progress
-from services.cli.reach import broker_of, find_run
+from services.cli.reach import find_run, open_log
 
 _POLL_S = 1.0
 _LONG = 5_000
@@ -117,27 +116,19 @@ async def open_recording(
             yield Recording(archive.manifest.run, archive.manifest.last, stored, until)
         return
     config = find_run(None, directory, run)
-    async with broker_of(config) as broker:
-        client = await connect(broker, f"cli@{config.run}")
-        try:
-            log = Log(client, config.run, "cli", broker)
-            if not await log.exists():
-                raise LaunchError(f"broker {broker.url} has no run {config.run!r}")
-            head = await log.head()
+    async with open_log(config) as log:
+        head = await log.head()
 
-            async def logged() -> AsyncGenerator[Found, None]:
-                following = read_events(client, log.js, log.stream, subject_filter(log.run), 1, _POLL_S)
-                async with contextlib.aclosing(following) as messages:  # pyright: ignore[reportArgumentType]  # an async generator
-                    async for found in messages:
-                        if found.seq > head:
-                            return
-                        yield found
-                        if found.seq == head:
-                            return
+        async def logged() -> AsyncGenerator[Found, None]:
+            async with contextlib.aclosing(log.messages(subject_filter(log.run), poll_s=_POLL_S)) as messages:
+                async for found in messages:
+                    if found.seq > head:
+                        return
+                    yield found
+                    if found.seq == head:
+                        return
 
-            yield Recording(config.run, head, logged if head else _nothing, until)
-        finally:
-            await client.close()
+        yield Recording(config.run, head, logged if head else _nothing, until)
 
 
 async def _nothing() -> AsyncGenerator[Found, None]:

@@ -29,6 +29,7 @@ from pipeline.replay.whatif import LIMITS
 from schemas.config import Decisions
 from schemas.facts import RULES, RunStarted
 from services.cli.embedded import BadInput
+from services.cli.events import note_skipped
 from services.cli.options import FAILED
 from services.cli.recording import Recording, open_recording, read_until
 from services.cli.replay_report import difference_lines, rerun_lines
@@ -78,8 +79,7 @@ async def _show(
         else:
             for line in lines:
                 write(line)
-        if recording.skipped:
-            note(f"skipped, as no event to this version: {dict(recording.skipped)}")
+        note_skipped(recording.skipped, note)
         return status
 
 

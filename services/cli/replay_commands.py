@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import DEFAULT_DIRECTORY, RunName, one_line
+from services.cli.options import DEFAULT_DIRECTORY, RunName, note, one_line
 
 app = typer.Typer()
 
@@ -16,10 +16,6 @@ _File = Annotated[
     Path | None, typer.Option("--file", help="A file of `packtrain export`, instead of a directory.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")]
-
-
-def _note(line: str) -> None:
-    typer.echo(f"packtrain: {line}", err=True)
 
 
 @app.command()
@@ -60,7 +56,7 @@ def replay(
         from services.cli import replay as replaying
 
         request = replaying.Request(run, directory, file, until, service, tuple(settings or ()), config)
-        status = replaying.show(request, json_, typer.echo, _note)
+        status = replaying.show(request, json_, typer.echo, note)
     raise typer.Exit(status)
 
 
@@ -79,6 +75,8 @@ def trace(
 ) -> None:
     """Print the causal life of a sample, sequence or batch, with durations."""
     with one_line():
+        import asyncio
+
         from services.cli import trace as tracing
 
-        tracing.show(id_, run_name, directory, file, json_, typer.echo, _note)
+        asyncio.run(tracing.show(id_, run_name, directory, file, json_, typer.echo, note))

@@ -137,7 +137,8 @@ async def _look(
             raise LaunchError(
                 f"run {run} is running: its consumers {', '.join(busy)} are being read; packtrain runs stop {run} --cancel ends it"
             )
-        found = replace(found, events=(await log.size())[0], bytes=(await log.size())[1])
+        messages, size = await log.size()
+        found = replace(found, events=messages, bytes=size)
         started = await log.last(RunStarted.type, ALL, run)
         name = started.id if started is not None else None
     if store is not None:

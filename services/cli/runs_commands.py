@@ -18,6 +18,7 @@ from services.cli.options import (
     StoreCredentials,
     StoreEndpoint,
     console,
+    note,
     one_line,
 )
 
@@ -51,7 +52,7 @@ def list_(
         elif rows:
             console().print(run_list.table(rows))
         else:
-            typer.echo(f"packtrain: no runs in {nats or directory}", err=True)
+            note(f"no runs in {nats or directory}")
 
 
 @app.command()

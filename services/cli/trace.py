@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +14,11 @@ from schemas.envelope import Event
 from schemas.facts import RunStarted
 from schemas.names import checked_name
 from services.cli.embedded import LaunchError
+from services.cli.events import note_skipped
 from services.cli.recording import open_recording
 
 
-def show(
+async def show(
     id_: str,
     run: str | None,
     directory: Path,
@@ -29,18 +29,6 @@ def show(
 ) -> None:
     """Writes the life of `id_`. Raises BadName for an id that can be none, LaunchError for one that is not in the log."""
     checked_name(id_, "id")
-    asyncio.run(_show(id_, run, directory, file, as_json, write, note))
-
-
-async def _show(
-    id_: str,
-    run: str | None,
-    directory: Path,
-    file: Path | None,
-    as_json: bool,
-    write: Callable[[str], None],
-    note: Callable[[str], None],
-) -> None:
     async with open_recording(run, directory, file) as recording:
         tracer = Tracer(recording.run, id_)
         first: Event | None = None
@@ -63,8 +51,7 @@ async def _show(
             )
         if tracer.failed:
             note(f"samples of batches are not known, as the core fails: {json.dumps(tracer.failed)[:300]}")
-        if recording.skipped:
-            note(f"skipped, as no event to this version: {dict(recording.skipped)}")
+        note_skipped(recording.skipped, note)
 
 
 def lines(trace: Trace) -> Iterator[str]:

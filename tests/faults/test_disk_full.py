@@ -21,7 +21,8 @@ from pipeline.store import ObjectStore
 from schemas.config import Store as StoreConfig
 from schemas.facts import SampleGraded
 from tests.integration.test_publish import stored
-from tests.launched import Launched, check_history, history
+from tests.launched import CHAT_ONLY, Launched, check_history, history
+from tests.log_parts import Tries
 from tests.natsserver import NatsServer
 
 pytestmark = pytest.mark.timeout(150)
@@ -77,15 +78,7 @@ async def test_a_full_disk_is_waited_for_told_and_loses_nothing(
     ballast.write_bytes(b"\0" * (11 * 1024 * 1024))
     total = 3000
     confirmed: list[int] = []
-    tries = 0
-    publish = log._publisher._acks.publish
-
-    async def counted(*args, **kwargs):
-        nonlocal tries
-        tries += 1
-        return await publish(*args, **kwargs)
-
-    log._publisher._acks.publish = counted
+    tries = Tries(log)
 
     async def write() -> None:
         for number in range(0, total, 10):
@@ -103,9 +96,9 @@ async def test_a_full_disk_is_waited_for_told_and_loses_nothing(
             while "storage is full" not in caplog.text:
                 assert not writing.done(), "the disk never got full"
                 await asyncio.sleep(0.05)
-        before, began = tries, time.monotonic()
+        before, began = tries.count, time.monotonic()
         await asyncio.wait([writing], timeout=4)
-        assert tries - before <= 10 * (time.monotonic() - began + 2), "a busy loop"
+        assert tries.count - before <= 10 * (time.monotonic() - began + 2), "a busy loop"
         reached = len(confirmed)
         assert 0 < reached < total
         # Readers read on meanwhile: what was acknowledged is there.
@@ -174,32 +167,12 @@ async def test_a_reader_that_comes_while_the_disk_is_full_waits_too(
     server.stop()
 
 
-CHAT_ONLY = """
-run = "small"
-steps = 2
-[batch]
-dp = 2
-[[pools]]
-name = "chat"
-harness = "chat"
-[[sources]]
-name = "arithmetic"
-pool = "chat"
-groups = 4
-group_size = 4
-[sources.behaviour]
-max_tokens = 16
-max_turns = 1
-[sources.environment]
-kind = "arithmetic"
-"""
-
-
 async def test_a_run_waits_for_room_on_its_disk_and_goes_on_by_itself(
     disk: SmallDisk, tmp_path: Path
 ) -> None:
     # Without the tool's source: its sandbox may make no namespaces within this one.
-    text = f'{CHAT_ONLY}\n[store]\nurl = "file://{tmp_path}/objects"\n'
+    config = CHAT_ONLY.replace("dp = 1", "dp = 2").replace("groups = 2", "groups = 4")
+    text = f'{config}\n[store]\nurl = "file://{tmp_path}/objects"\n'
     run = Launched(
         tmp_path / "run", text, wrap=disk.wrap, state=disk.mount / "state", seen=disk.inside / "state"
     )

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.config import dumps
 from pipeline.config import load as config_of
-from pipeline.log import Log, LogError, connect
+from pipeline.log import Log, LogError
 from pipeline.log.archive import Archive, read_archive
 from pipeline.log.archive_format import Manifest, canonical
 from pipeline.log.archive_writer import ArchiveWriter
@@ -47,9 +47,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory):
 
 
 async def export(broker: Broker, run: str, path: Path) -> Path:
-    client = await connect(broker, "test")
+    log = await Log.connect(broker, run, "test")
     try:
-        log = Log(client, run, "test", broker)
         part = await extent(log)
         manifest = Manifest(
             run=run,
@@ -61,26 +60,25 @@ async def export(broker: Broker, run: str, path: Path) -> Path:
             object_bytes=0,
         )
         with ArchiveWriter(path, manifest, "") as writer:
-            async for found in export_messages(client, log, part):
+            async for found in export_messages(log, part):
                 writer.message(found)
             writer.close()
     finally:
-        await client.close()
+        await log.close()
     return path
 
 
 async def load(broker: Broker, path: Path) -> int:
-    client = await connect(broker, "test")
-    try:
-        with Archive(path) as file:
-            for _ in file.check():
-                pass
-            log = Log(client, file.manifest.run, "test", broker)
-            start = await compare(client, log, file)
+    with Archive(path) as file:
+        for _ in file.check():
+            pass
+        log = await Log.connect(broker, file.manifest.run, "test")
+        try:
+            start = await compare(log, file)
             await import_messages(log, file, start)
             return file.manifest.last + 1 - start
-    finally:
-        await client.close()
+        finally:
+            await log.close()
 
 
 async def fill(log: Log) -> None:
@@ -229,7 +227,7 @@ async def test_an_import_survives_the_death_of_the_broker(
     first = await export(broker, recorded.run, tmp_path / "first.tar")
     server = NatsServer(tmp_path / "fragile")
     server.start()
-    client = await connect(server.broker, "test")
+    log = await Log.connect(server.broker, recorded.run, "test")
     killed = 0
 
     def done(seq: int) -> None:
@@ -241,12 +239,11 @@ async def test_an_import_survives_the_death_of_the_broker(
 
     try:
         with Archive(first) as file:
-            log = Log(client, recorded.run, "test", server.broker)
-            await import_messages(log, file, await compare(client, log, file), done)
+            await import_messages(log, file, await compare(log, file), done)
         assert killed == 2
         assert sha256(await export(server.broker, recorded.run, tmp_path / "second.tar")) == sha256(first)
     finally:
-        await client.close()
+        await log.close()
         server.stop()
 
 

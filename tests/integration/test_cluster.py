@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from nats.errors import Error as NatsError
 
 from pipeline.log import Delivery, Log, end_tasks, serve_work
 from tests.integration.test_publish import completed, race, stored
+from tests.log_parts import created
 from tests.natsserver import NatsCluster
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,13 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
 @pytest.fixture
 async def r3(cluster: NatsCluster, run_name: str) -> AsyncIterator[Log]:
     log = await Log.connect(cluster.broker(0), run_name, "test")
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                await log.create()
-                break
-            except (NatsError, TimeoutError):
-                await asyncio.sleep(0.2)  # the cluster has no leader yet
+    await created(log)
     yield log
     await log.close()
 
@@ -101,13 +95,7 @@ async def test_everybody_goes_on_when_all_three_die_and_come_back(tmp_path: Path
     cluster = NatsCluster(tmp_path)
     cluster.start()
     log = await Log.connect(cluster.broker(0), run_name, "test")
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                await log.create()
-                break
-            except (NatsError, TimeoutError):
-                await asyncio.sleep(0.2)
+    await created(log)
     stop, won = asyncio.Event(), list[bool]()
     seen: dict[str, list[int]] = {"fold": [], "durable": [], "work": []}
 

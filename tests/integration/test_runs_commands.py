@@ -29,32 +29,11 @@ from services.cli.embedded import DirectoryLock, LaunchError
 from services.cli.launcher import find_launcher
 from services.cli.reach import embedded_broker
 from services.cli.run_list import list_runs
-from tests.launched import Launched
+from tests.launched import CHAT_ONLY, Launched
 from tests.natsserver import NatsServer
 from tests.s3server import S3Server
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
-
-
-SMALLEST = """
-run = "small"
-steps = 2
-[batch]
-dp = 1
-[[pools]]
-name = "chat"
-harness = "chat"
-[[sources]]
-name = "arithmetic"
-pool = "chat"
-groups = 2
-group_size = 4
-[sources.behaviour]
-max_tokens = 16
-max_turns = 1
-[sources.environment]
-kind = "arithmetic"
-"""
 
 
 def packtrain(*arguments: str | Path, status: int = 0, stdin: str | None = None) -> str:
@@ -460,7 +439,7 @@ async def move(source: Path, target: Path, file: Path, payloads: bool) -> None:
 @pytest.mark.timeout(300)  # whole runs, on a machine that may be busy
 async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Path) -> None:
     # Long enough not to be over before it is stopped, on a machine that has other work.
-    launched = Launched(tmp_path / "here", SMALLEST.replace("steps = 2", "steps = 4"))
+    launched = Launched(tmp_path / "here", CHAT_ONLY.replace("steps = 2", "steps = 4"))
     where = ("--directory", tmp_path / "here" / "state")
     launched.start()
     log = await launched.log()
@@ -502,7 +481,7 @@ async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Pat
 
 @pytest.mark.timeout(300)  # whole runs, on a machine that may be busy
 async def test_a_cancelled_run_ends_its_launcher_and_is_over(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, SMALLEST)
+    launched = Launched(tmp_path, CHAT_ONLY)
     where = ("--directory", tmp_path / "state")
     launched.start()
     log = await launched.log()
