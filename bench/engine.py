@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pipeline.capture.messages import Message
-from pipeline.capture.renderer import ChatMLRenderer
+from pipeline.capture.renderers.chatml import ChatMLRenderer
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.client import EngineClient
 from pipeline.engines.policies import TINY, policy_dir

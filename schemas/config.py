@@ -89,8 +89,19 @@ class Store(Section):
 class Engine(Section):
     """The inference engine, spoken to token-in/token-out in vLLM's wire format."""
 
+    kind: Literal["tiny", "vllm", "sglang"] = Field(
+        default="tiny", description="which engine answers at url; tiny: the one that ships with packtrain"
+    )
     url: str = Field(
         default="", description="http://host:port; empty: the tiny engine is started on a free port"
+    )
+    replicas: tuple[str, ...] = Field(
+        default=(),
+        description="further engines of the same policy, http://host:port; sessions are spread over all",
+    )
+    weights_dir: str = Field(
+        default="",
+        description="directory that given engines read new weights from, the same path for them and for us; empty: nobody updates them",
     )
     token_file: str = Field(
         default="",
@@ -102,8 +113,40 @@ class Engine(Section):
     max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded in one batch")
     max_context: int = Field(default=1024, ge=16, description="tokens of prompt and output together")
     threads: int = Field(default=1, ge=1, le=256, description="torch threads of the tiny engine")
+    renderer: str = Field(
+        default="auto",
+        description="how dialogues become tokens: auto, chatml, template (the policy's chat template), renderers (the package, by the policy's name) or renderers:FAMILY",
+    )
+    tool_parser: str = Field(
+        default="auto",
+        description="how tool calls are read: auto, a name that `docs/capture.md` lists, or module:Class",
+    )
+    reasoning_parser: str = Field(
+        default="auto", description="how reasoning is read: auto, none, think, or module:Class"
+    )
 
     _url = field_validator("url")(_without_credentials)
+
+    @field_validator("replicas")
+    @classmethod
+    def _urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_without_credentials(url) for url in value)
+
+    @model_validator(mode="after")
+    def _given(self) -> Engine:
+        if self.kind != "tiny" and not self.url:
+            raise ValueError(
+                f"engine.kind is {self.kind!r} and engine.url is empty: only the tiny engine is started"
+            )
+        if self.weights_dir and self.kind == "tiny":
+            raise ValueError(
+                "engine.weights_dir is for given vllm or sglang engines: the tiny one takes weights itself"
+            )
+        if self.replicas and not self.url:
+            raise ValueError(
+                "engine.replicas is given and engine.url is empty: give the first engine's URL there"
+            )
+        return self
 
 
 class Pool(Section):
@@ -113,6 +156,10 @@ class Pool(Section):
     harness: str = Field(description="chat, tool, or module:Class of an adapter")
     hosts: int = Field(default=1, ge=1, le=1024, description="processes")
     tenants: int = Field(default=32, ge=1, le=10_000, description="harness instances in one host at a time")
+    rules: str = Field(
+        default="",
+        description="what the agent-loop host knows of the scaffold's requests: claude_code, opencode, pi, codex, mini_swe_agent, openhands, terminus, or module:NAME; empty: nothing",
+    )
 
 
 class AgentLoop(Section):
@@ -137,6 +184,10 @@ class AgentLoop(Section):
         default="",
         description="file that holds the key from which session secrets are derived; empty: made by the launcher",
     )
+    journal_dir: str = Field(
+        default="",
+        description="local directory in which hosts keep recorded turns until their sequence ends, so that a killed host's are not lost; empty: made by the launcher",
+    )
 
 
 class Behaviour(Section):
@@ -147,6 +198,13 @@ class Behaviour(Section):
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
     max_tokens: int = Field(default=64, ge=1, description="sampled tokens in one turn")
     max_turns: int = Field(default=4, ge=1, le=10_000, description="model calls in one sequence")
+    max_session_tokens: int = Field(
+        default=0, ge=0, description="sampled tokens in one sequence, all its turns and contexts; 0: no limit"
+    )
+    exclude: tuple[Name, ...] = Field(
+        default=("title", "probe", "auxiliary"),
+        description="labels of requests that are answered and not kept for training (see `docs/capture.md`)",
+    )
 
 
 class Environment(Section):

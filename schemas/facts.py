@@ -200,11 +200,19 @@ class SequenceFinished(_SequenceFact):
 
 
 class SequenceFailed(_SequenceFact):
-    """Every attempt failed; the sequence will never be trained."""
+    """Every attempt failed; the sequence will never be trained. What its last attempt had sampled is kept."""
 
     type: ClassVar[str] = "sequence.failed"
+    version: ClassVar[int] = 2
     attempts: int = Field(ge=0, description="attempts that were made")
     failure: Failure = Field(description="why the last attempt failed")
+    contexts: tuple[ContextMeta, ...] = Field(
+        default=(),
+        description="the token contexts of the last attempt that sampled any, as in sequence.finished",
+    )
+    payload: PayloadHeader | None = Field(
+        default=None, description="where their columns are in the object store; null when none were kept"
+    )
 
 
 class SequenceScored(_SequenceFact):

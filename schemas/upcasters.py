@@ -20,7 +20,15 @@ def _run_started_1(body: Body) -> Body:
     return {**body, "rules": 1}
 
 
-UPCASTERS: dict[tuple[str, int], Callable[[Body], Body]] = {("run.started", 1): _run_started_1}
+def _sequence_failed_1(body: Body) -> Body:
+    """Version 2 may keep tokens; those of version 1 were dropped."""
+    return body
+
+
+UPCASTERS: dict[tuple[str, int], Callable[[Body], Body]] = {
+    ("run.started", 1): _run_started_1,
+    ("sequence.failed", 1): _sequence_failed_1,
+}
 """From (type, version) to the body of version + 1."""
 
 

@@ -6,16 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pipeline.capture.renderer import ChatMLRenderer
-from pipeline.capture.server import Capture
+from pipeline.capture.call import Answer, Call
+from pipeline.capture.dialogue import Dialogue
+from pipeline.capture.renderers.chatml import ChatMLRenderer
+from pipeline.capture.session import Session
 from pipeline.capture.tokenizer import PolicyTokenizer
-from pipeline.engines.client import Generation
+from pipeline.engines.base import Generation, ImageItem, Watch
 from pipeline.engines.wire import SamplingParams
+
+if TYPE_CHECKING:
+    from pipeline.capture.server import Capture
 
 SPECIALS = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 
@@ -44,7 +51,8 @@ Script = Callable[[str], Reply]
 class ScriptedEngine:
     """A double of an engine: samples what its script says; log-probability of its i-th token is -(i + 1) / 8.
 
-    `gate`, while cleared, holds every answer back. `prompts` are the token ids that it was given, in order.
+    `gate`, while cleared, holds every answer back. `prompts` are the token ids that it was given, in order. A turn that is
+    watched comes in portions of `portion` tokens.
     """
 
     def __init__(self, script: Script, renderer: ChatMLRenderer | None = None) -> None:
@@ -54,6 +62,8 @@ class ScriptedEngine:
         self.version_asked = 0
         self.prompts: list[list[int]] = []
         self.params: list[SamplingParams] = []
+        self.images: list[list[str]] = []
+        self.portion = 1
         self.generations: list[Generation] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -61,24 +71,55 @@ class ScriptedEngine:
         self.down = False
 
     async def generate(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, session_id: str
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.int32],
+        params: SamplingParams,
+        request_id: str,
+        session_id: str,
+        *,
+        watch: Watch | None = None,
+        images: Sequence[ImageItem] = (),
+        routed_from: int = 0,
+        within: float | None = None,
     ) -> Generation:
-        self.prompts.append(list(token_ids))
+        prompt = [int(token) for token in token_ids]
+        self.prompts.append(prompt)
         self.params.append(params)
+        self.images.append([image.digest for image in images])
         async with self.arrived:
             self.arrived.notify_all()
         await self.gate.wait()
-        reply = self.script(self.renderer.tokenizer.decode(token_ids, keep_special=True))
+        reply = self.script(self.renderer.tokenizer.decode(prompt, keep_special=True))
         if isinstance(reply, Exception):
             raise reply
         ids = self.turn(reply) if isinstance(reply, str) else reply
         most = params.max_tokens or len(ids)
         reason: Literal["stop", "length"] = "stop" if len(ids) <= most else "length"
         ids = ids[:most]
+        if watch is not None:
+            for at in range(0, len(ids), self.portion):
+                kept = watch(ids[at : at + self.portion])
+                if kept is not None:
+                    ids, reason = ids[: at + kept], "stop"
+                    break
+                await self.step()
         logprobs = tuple(-(i + 1) / 8 for i in range(len(ids)))
         generation = Generation(tuple(ids), logprobs, (self.version_number,) * len(ids), reason)
         self.generations.append(generation)
         return generation
+
+    async def step(self) -> None:
+        """Between two portions of a turn that is watched."""
+        await asyncio.sleep(0)
+
+    async def version(self) -> int:
+        return self.version_number
+
+    async def healthy(self) -> bool:
+        return not self.down
+
+    async def close(self) -> None:
+        pass
 
     def turn(self, text: str) -> list[int]:
         """Ids of a turn; <tool_call> marks and the end are special tokens."""
@@ -133,9 +174,9 @@ class ScriptedEngine:
 async def served(what: web.Application | Capture) -> AsyncIterator[str]:
     """The application, or a capture as its host runs it, on a free loopback port; yields its base URL."""
     runner = (
-        what.runner(1)
-        if isinstance(what, Capture)
-        else web.AppRunner(what, access_log=None, shutdown_timeout=1)
+        web.AppRunner(what, access_log=None, shutdown_timeout=1)
+        if isinstance(what, web.Application)
+        else what.runner(1)
     )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -144,3 +185,11 @@ async def served(what: web.Application | Capture) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def complete(
+    tenant: Session, digest: str, dialogue: Dialogue, max_tokens: int | None = None, **given: Any
+) -> Answer:
+    """The answer to a call that came without headers."""
+    call = Call(digest, dialogue, "policy", max_tokens=max_tokens, **given)
+    return await tenant.answer(call, {}).whole()

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,6 +73,22 @@ class Blocked(Calculator):
         self._mark.touch()
         threading.Event().wait()
         raise AssertionError("unreachable")
+
+
+class Awaited(Calculator):
+    """An environment whose verifier says that it has begun, and ends when it is let."""
+
+    def __init__(self, seed: int, options: Mapping[str, Any]) -> None:
+        super().__init__(seed, {})
+        self._mark = Path(options["mark"])
+
+    def verify(self, task: Task, outcome: Outcome) -> float:
+        self._mark.touch()
+        deadline = time.monotonic() + 60
+        while not self._mark.with_suffix(".go").exists():
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.02)
+        return super().verify(task, outcome)
 
 
 class Stage:
@@ -187,6 +204,14 @@ def configuration(
             "environment": {"kind": f"{here}:Blocked", "options": {"mark": str(tmp_path / "blocked")}},
         },
     ]
+    sources.append(
+        {
+            "name": "awaited",
+            "pool": "tools",
+            "groups": 1,
+            "environment": {"kind": f"{here}:Awaited", "options": {"mark": str(tmp_path / "verifying")}},
+        }
+    )
     for source in sources:
         source["behaviour"] = {"max_tokens": 200}
     return RunConfig.model_validate(
@@ -197,6 +222,7 @@ def configuration(
             "engine": {"url": engine_url, "policy": str(policy), "max_context": 2000},
             "agent_loop": {
                 "run_key_file": str(tmp_path / "run.key"),
+                "journal_dir": str(tmp_path / "journal"),
                 "max_attempts": 2,
                 "ack_wait_s": 1.5,
                 "trial_budget_s": 30.0,

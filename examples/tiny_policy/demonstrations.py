@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass
 
 from pipeline.capture.messages import Message, Tool, ToolCall
-from pipeline.capture.renderer import ChatMLRenderer
+from pipeline.capture.renderers.chatml import ChatMLRenderer
 
 ARITHMETIC_ERROR, EXPRESSION_ERROR, ANSWER_ERROR = 0.45, 0.24, 0.26
 CALCULATOR = Tool(

@@ -44,7 +44,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 
 from pipeline.capture.messages import Message
-from pipeline.capture.renderer import CALL_CLOSE, CALL_OPEN, IM_END, IM_START, ChatMLRenderer
+from pipeline.capture.renderers.chatml import CALL_CLOSE, CALL_OPEN, IM_END, IM_START, ChatMLRenderer
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.tiny.model import Llama, LlamaConfig, save_policy
 from pipeline.engines.tiny.runner import ModelRunner
@@ -217,7 +217,7 @@ def measure(
         if len(parts) == 3 and parts[0].isdigit() and parts[1] in ("+", "-", "*") and parts[2].isdigit():
             result = str(apply(int(parts[0]), parts[1], int(parts[2])))
             second.append(
-                rows[i] + turn + renderer.close_turn(turn) + renderer.render(Message("tool", result)) + ask
+                rows[i] + turn + renderer.tail(turn) + renderer.render(Message("tool", result)) + ask
             )
             called.append(i)
     for i, turn in zip(called, sample(model, second, stop, 10, seed + len(rows), temperature), strict=True):

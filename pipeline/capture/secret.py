@@ -47,3 +47,8 @@ def session_url(base_url: str, run_key: bytes, session: str) -> str:
 def without_secrets(text: str, run_key: bytes, session: str) -> str:
     """`text` with the session's secret taken out, for error details that quote a URL."""
     return text.replace(session_secret(run_key, session), "***")
+
+
+def reasoning_key(run_key: bytes, session: str) -> bytes:
+    """The key that signs what the session's policy thought; tells nothing of the session's secret."""
+    return hmac.new(run_key, b"reasoning\0" + session.encode(), hashlib.sha256).digest()

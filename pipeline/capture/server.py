@@ -1,11 +1,13 @@
-"""The HTTP face of capture: OpenAI's endpoints under /s/{session}/{secret}/v1, one application for all of a host's tenants.
+"""The HTTP face of capture: three protocols under /s/{session}/{secret}, one application for all of a host's tenants.
 
 Promises:
 - without the session's secret nothing is told: an unknown session and a wrong secret give the same 404;
-- trouble is classified for the client's retries: overflow and the turn limit are 400 (never retried), the engine's
-  trouble is 503 with Retry-After, a session that is over is 410;
+- trouble is classified for the client's retries (`pipeline.capture.http_errors`) and told in the protocol's own form;
 - a client that goes away does not end its generation;
+- what a session's clients hold of the host at once, in calls and in bytes, is bounded;
 - no URL, and so no secret, is logged.
+
+A base URL works with /v1 at its end and without: clients differ in which of the two they are given.
 """
 
 from __future__ import annotations
@@ -14,49 +16,129 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pipeline.capture import chat
-from pipeline.capture.renderer import ChatMLRenderer
-from pipeline.capture.secret import is_session_secret
-from pipeline.capture.session import ContextOverflow, Engine, Session, SessionClosed, TurnLimit
-from pipeline.engines.client import EngineRefused, EngineUnavailable
+from pipeline.capture import http_models as models
+from pipeline.capture.call import Call
+from pipeline.capture.dialects.anthropic import Anthropic
+from pipeline.capture.dialects.base import Dialect
+from pipeline.capture.dialects.chat import Chat
+from pipeline.capture.dialects.responses import Responses
+from pipeline.capture.http_body import read_body, refuse_dense
+from pipeline.capture.http_errors import RETRY_AFTER_S, Refused, Trouble, trouble
+from pipeline.capture.renderers.base import Renderer
+from pipeline.capture.rules import Rules
+from pipeline.capture.secret import is_session_secret, reasoning_key
+from pipeline.capture.session import Journal, Session
+from pipeline.capture.sse import send_events
+from pipeline.capture.turn import Turn
+from pipeline.engines.base import Engine
 from schemas.config import Behaviour
 
 _LOG = logging.getLogger("packtrain.capture.http")
-MAX_BODY_BYTES = 32 << 20
-RETRY_AFTER_S = 1
 _REMEMBERED = 10_000
 _COUNTED_FIELDS = 256
+_FIELD_CHARACTERS = 64
+_SMALL_BODY = 32 << 10
+"""A body that is read in less time than a thread takes to be asked: about 0.2 ms."""
+_BASE = "/s/{session}/{secret}"
+_V1 = "{v1:(?:v1/)*}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the clients of one session may take.
+
+    body_bytes: one body, packed and unpacked. calls: at once. held_bytes: of all bodies whose calls are under way.
+    ping_s: seconds of silence before a stream pings. stall_s: seconds that a client may take nothing of what it is sent.
+    """
+
+    body_bytes: int = 32 << 20
+    calls: int = 64
+    held_bytes: int = 256 << 20
+    ping_s: float = 10.0
+    stall_s: float = 120.0
+
+
+@dataclass(slots=True)
+class _Door:
+    """A session and what its clients hold now."""
+
+    session: Session
+    calls: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """One request to a session, let in. `hold` takes bytes of the session's share and raises Refused."""
+
+    request: web.Request
+    dialect: Dialect
+    session: Session
+    hold: Callable[[int], None]
+
+
+_Work = Callable[[_Visit], Awaitable[web.StreamResponse]]
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Capture:
     """The sessions of one host. `ignored` counts request fields that had no effect, by name."""
 
-    def __init__(self, run_key: bytes, renderer: ChatMLRenderer, engine: Engine, max_context: int) -> None:
+    def __init__(
+        self,
+        run_key: bytes,
+        renderer: Renderer,
+        engine: Engine,
+        max_context: int,
+        limits: Limits = Limits(),
+    ) -> None:
         self._run_key = run_key
         self._renderer = renderer
         self._engine = engine
         self._max_context = max_context
-        self._sessions: dict[str, Session] = {}
+        self._limits = limits
+        self._doors: dict[str, _Door] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
+        self._chat, self._anthropic, self._responses = Chat(), Anthropic(), Responses()
         self.ignored: Counter[str] = Counter()
 
-    def open(self, session_id: str, behaviour: Behaviour) -> Session:
-        """A new session; raises ValueError when one of that id exists or existed."""
-        if session_id in self._sessions or session_id in self._closed:
+    def open(
+        self,
+        session_id: str,
+        behaviour: Behaviour,
+        rules: Rules = Rules(),  # noqa: B008  # frozen
+        deadline: float | None = None,
+        journal: Journal | None = None,
+    ) -> Session:
+        """A new session (see `Session`); raises ValueError when one of that id exists or existed."""
+        if session_id in self._doors or session_id in self._closed:
             raise ValueError(f"session {session_id!r} exists already")
-        session = Session(session_id, behaviour, self._max_context, self._renderer, self._engine)
-        self._sessions[session_id] = session
+        session = Session(
+            session_id,
+            behaviour,
+            self._max_context,
+            self._renderer,
+            self._engine,
+            reasoning_key(self._run_key, session_id),
+            rules,
+            deadline,
+            journal,
+        )
+        self._doors[session_id] = _Door(session)
         return session
 
     async def close(self, session: Session) -> None:
         """Ends the session: its URL answers 410 from now on."""
-        if self._sessions.pop(session.id, None) is not None:
+        if self._doors.pop(session.id, None) is not None:
             self._closed[session.id] = None
             while len(self._closed) > _REMEMBERED:
                 self._closed.popitem(last=False)
@@ -64,9 +146,24 @@ class Capture:
 
     def application(self) -> web.Application:
         """The aiohttp application; `runner` runs it."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/s/{session}/{secret}/v1/chat/completions", self._chat)
-        app.router.add_get("/s/{session}/{secret}/v1/models", self._models)
+        app = web.Application(middlewares=[self._in_protocol])
+        add = app.router.add_route
+        for path, dialect in (
+            ("chat/completions", self._chat),
+            ("responses", self._responses),
+            ("messages", self._anthropic),
+        ):
+            add("POST", f"{_BASE}/{_V1}{path}", self._visited(self._answer, dialect))
+        add("POST", f"{_BASE}/{_V1}messages/count_tokens", self._visited(self._count_tokens, self._anthropic))
+        add("GET", f"{_BASE}/{_V1}responses", self._visited(_no_socket, self._responses))
+        for path, work in (
+            (f"{_BASE}/{_V1}models", self._models),
+            (f"{_BASE}/{_V1}models/{{model:.+}}", self._model),
+            # Clients knock before they call: on what they were given as base URL, and on Anthropic's own path.
+            (f"{_BASE}{{v1:(?:/v1)*/?}}", _hello),
+            (f"{_BASE}/{_V1}api/hello", _hello),
+        ):
+            app.router.add_get(path, self._visited(work))
         app.router.add_get("/healthz", self._health)
         return app
 
@@ -77,59 +174,158 @@ class Capture:
             access_log=None,
             logger=_LOG,
             handler_cancellation=True,
+            # Bodies are unpacked where what they unpack to is bounded.
+            auto_decompress=False,
             shutdown_timeout=shutdown_timeout,
         )
 
-    def _find(self, request: web.Request) -> Session | web.Response:
+    def _visited(self, work: _Work, dialect: Dialect | None = None) -> _Handler:
+        """A handler that lets a request in, does the work, and tells its trouble."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            spoken = dialect or self._dialect(request)
+            door = self._find(request)
+            if isinstance(door, Trouble):
+                return _told(spoken, door)
+            held = 0
+
+            def hold(size: int) -> None:
+                nonlocal held
+                if door.held + size > self._limits.held_bytes:
+                    raise Refused(429, "too much is under way at once: try again", "too_many_bytes")
+                door.held += size
+                held += size
+
+            door.calls += 1
+            try:
+                if door.calls > self._limits.calls:
+                    raise Refused(
+                        429,
+                        f"{self._limits.calls} calls are under way on this session: try again",
+                        "too_many_calls",
+                    )
+                return await work(_Visit(request, spoken, door.session, hold))
+            except Exception as error:
+                return _told(spoken, trouble(error, spoken, door.session.id))
+            finally:
+                door.calls -= 1
+                door.held -= held
+
+        return handle
+
+    def _find(self, request: web.Request) -> _Door | Trouble:
         session_id, secret = request.match_info["session"], request.match_info["secret"]
         known = is_session_secret(self._run_key, session_id, secret)
-        session = self._sessions.get(session_id)
-        if known and session is not None:
-            return session
+        door = self._doors.get(session_id)
+        if known and door is not None:
+            return door
         if known and session_id in self._closed:
-            return _error(410, "this session is over", "session_closed")
-        return _error(404, "no such session", "not_found")
+            return Trouble(410, "this session is over", "session_closed")
+        return Trouble(404, "no such session", "not_found")
+
+    async def _answer(self, visit: _Visit) -> web.StreamResponse:
+        session, dialect = visit.session, visit.dialect
+        reply = session.reply(int(time.time()))
+        call: Call = await self._read(visit, lambda body: dialect.parse(body, reply))
+        self._count(call.ignored)
+        turn = session.answer(call, _lower(visit.request.headers))
+        if call.stream:
+            return await send_events(
+                visit.request,
+                turn,
+                lambda prompt_tokens: dialect.stream(call, reply, prompt_tokens),
+                lambda error: trouble(error, dialect, session.id),
+                self._limits.ping_s,
+                self._limits.stall_s,
+            )
+        answer = await turn.whole()
+        return await self._deliver(visit, turn, _json(200, dialect.response(call, answer, reply)))
+
+    async def _count_tokens(self, visit: _Visit) -> web.StreamResponse:
+        reply = visit.session.reply(int(time.time()))
+        dialogue = await self._read(visit, lambda body: self._anthropic.parse_count(body, reply))
+        return _json(200, self._anthropic.count_response(await visit.session.count(dialogue)))
+
+    async def _models(self, visit: _Visit) -> web.StreamResponse:
+        make = models.anthropic_models if visit.dialect is self._anthropic else models.openai_models
+        return _json(200, make(self._max_context))
+
+    async def _model(self, visit: _Visit) -> web.StreamResponse:
+        make = models.anthropic_model if visit.dialect is self._anthropic else models.openai_model
+        name = visit.request.match_info["model"]
+        if len(name) > models.MAX_ID_CHARACTERS:
+            raise Refused(404, f"no model's name has over {models.MAX_ID_CHARACTERS} characters", "not_found")
+        return _json(200, make(name, self._max_context))
 
     async def _health(self, request: web.Request) -> web.Response:
-        return _json(200, {"sessions": len(self._sessions)})
+        return _json(200, {"sessions": len(self._doors)})
 
-    async def _models(self, request: web.Request) -> web.Response:
-        found = self._find(request)
-        return found if isinstance(found, web.Response) else _json(200, chat.models_response())
+    async def _read(self, visit: _Visit, parse: Callable[[bytes], Any]) -> Any:
+        body = await read_body(visit.request, self._limits.body_bytes, visit.hold)
 
-    async def _chat(self, request: web.Request) -> web.Response:
-        session = self._find(request)
-        if isinstance(session, web.Response):
-            return session
+        def read() -> Any:
+            refuse_dense(body)
+            return parse(body)
+
+        return read() if len(body) <= _SMALL_BODY else await asyncio.to_thread(read)
+
+    async def _deliver(self, visit: _Visit, turn: Turn, response: web.Response) -> web.Response:
+        """Sends a response while the call still counts; a client that does not take it loses its connection."""
         try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"the body is over {MAX_BODY_BYTES} bytes", "request_too_large")
+            async with asyncio.timeout(self._limits.stall_s):
+                await response.prepare(visit.request)
+                await response.write_eof()
+        except TimeoutError:
+            turn.lost()
+            if visit.request.transport is not None:
+                visit.request.transport.abort()
+        except ConnectionError:
+            turn.lost()
+        return response
+
+    def _dialect(self, request: web.Request) -> Dialect:
+        """Which protocol a request speaks that no route tells: errors and lists of models have a form, too."""
+        if "anthropic-version" in request.headers or "/messages" in request.path:
+            return self._anthropic
+        return self._responses if "/responses" in request.path else self._chat
+
+    @web.middleware
+    async def _in_protocol(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """aiohttp's own refusals (no such path, no such method) in the protocol's form."""
         try:
-            asked = await asyncio.to_thread(chat.parse_request, body)
-            self._count(asked.ignored)
-            answer = await session.complete(asked.digest, asked.dialogue, asked.max_tokens)
-        except chat.BadRequest as error:
-            return _error(400, str(error), error.code, param=error.param)
-        except TurnLimit as error:
-            return _error(400, str(error), "max_turns")
-        except ContextOverflow as error:
-            return _error(400, str(error), "context_length_exceeded", param="messages")
-        except EngineRefused as error:
-            return _error(400, str(error), "engine_refused")
-        except SessionClosed as error:
-            return _error(410, str(error), "session_closed")
-        except EngineUnavailable as error:
-            response = _error(503, str(error), "engine_unavailable", kind="server_error")
-            response.headers["Retry-After"] = str(RETRY_AFTER_S)
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            told = Trouble(error.status, f"{error.reason}: {request.method}", _code(error.status))
+            response = _told(self._dialect(request), told)
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
             return response
-        return _json(200, chat.build_response(answer, asked, session.id, int(time.time())))
 
     def _count(self, fields: tuple[str, ...]) -> None:
-        for field in fields:
-            # Names come from outside: their number is bounded.
-            seen = field in self.ignored or len(self.ignored) < _COUNTED_FIELDS
-            self.ignored[field[:64] if seen else "(other)"] += 1
+        # Names come from outside: their number, their length and the time that they take are bounded.
+        for field in islice(fields, _COUNTED_FIELDS):
+            name = field[:_FIELD_CHARACTERS]
+            seen = name in self.ignored or len(self.ignored) < _COUNTED_FIELDS
+            self.ignored[name if seen else "(other)"] += 1
+        if len(fields) > _COUNTED_FIELDS:
+            self.ignored["(other)"] += len(fields) - _COUNTED_FIELDS
+
+
+async def _hello(visit: _Visit) -> web.StreamResponse:
+    return _json(200, {})
+
+
+async def _no_socket(visit: _Visit) -> web.StreamResponse:
+    """A client that asks for a WebSocket falls back to POST at once when it is told 426, and only then."""
+    if "Upgrade" not in visit.request.headers:
+        refused = _told(visit.dialect, Trouble(405, "use POST", _code(405)))
+        refused.headers["Allow"] = "POST"
+        return refused
+    response = _told(visit.dialect, Trouble(426, "no WebSocket is spoken here: use POST", "use_post"))
+    response.headers["Upgrade"] = "HTTP/1.1"
+    return response
 
 
 def _without_request_line(record: logging.LogRecord) -> bool:
@@ -142,11 +338,21 @@ def _without_request_line(record: logging.LogRecord) -> bool:
 _LOG.addFilter(_without_request_line)
 
 
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
 def _json(status: int, body: dict[str, Any]) -> web.Response:
     return web.Response(status=status, body=orjson.dumps(body), content_type="application/json")
 
 
-def _error(
-    status: int, message: str, code: str, *, kind: str = "invalid_request_error", param: str | None = None
-) -> web.Response:
-    return _json(status, chat.error_body(message, kind, code, param))
+def _told(dialect: Dialect, told: Trouble) -> web.Response:
+    status = dialect.overloaded if told.status == 503 else told.status
+    response = _json(status, dialect.error(told.status, told.message, told.code, told.param))
+    if told.again:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+def _code(status: int) -> str:
+    return {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")

@@ -1,11 +1,11 @@
 """One tenant of the capture proxy: answers model calls from the engine and records what was sampled.
 
 Promises:
-- a request with the same body gets the recorded answer, also while the first is under way; a failed one is tried anew;
+- a request that asks for the same gets the recorded answer, also while the first is under way; a failed one is tried anew;
 - different requests at once on one session are independent;
 - the answer is generated and recorded whether or not the client is still there;
 - a session's sampling parameters are its behaviour's, whatever the agent asks for: it may only ask for fewer tokens;
-- no more than `behaviour.max_turns` turns are sampled and no context grows over `max_context`.
+- no more than the behaviour's turns and tokens are sampled, none after the deadline, no context grows over `max_context`.
 """
 
 from __future__ import annotations
@@ -13,66 +13,90 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from pipeline.capture.dialogue import Dialogue, answer_key_of, render_steps, steps
-from pipeline.capture.messages import ToolCall
-from pipeline.capture.renderer import ChatMLRenderer
-from pipeline.capture.tree import ContextTree, Export, SampledTurn
-from pipeline.engines.client import EngineUnavailable, Generation
+from pipeline.capture.call import Answer, BadRequest, Call, Finish, Piece, Reply, Text
+from pipeline.capture.dialogue import Dialogue, Step, answer_key_of, steps
+from pipeline.capture.export import Export, export
+from pipeline.capture.messages import Image, Message, ParsedTurn, ToolCall
+from pipeline.capture.renderers.base import Renderer, TurnParser
+from pipeline.capture.rules import Kind, Rules, classify
+from pipeline.capture.tree import ContextTree, Ids, Match, Node, SampledTurn
+from pipeline.capture.turn import SessionClosed, Turn
+from pipeline.engines.base import Engine, EngineUnavailable, Generation, ImageItem
 from pipeline.engines.wire import SamplingParams
 from schemas.config import Behaviour
 
+__all__ = ["ContextOverflow", "Journal", "Session", "SessionClosed", "TurnLimit"]
+
+_MANY_TOKENS = 1024
+"""More are parsed on a thread."""
+_HASHED, _TOKENIZED = 1 << 17, 1_000
+"""Characters that take no longer than a thread takes to be asked: 0.3 ms. The schemas of tools do not count: they are
+written in one call that holds the interpreter, wherever it is made."""
+
 
 class TurnLimit(Exception):
-    """The agent wants more turns than its behaviour allows."""
+    """The session's budget is spent; `code` says which part of it: max_turns, max_sampled_tokens, max_wall_time."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ContextOverflow(Exception):
     """The dialogue leaves no room for a sampled token."""
 
-
-class SessionClosed(Exception):
-    """The session is over."""
-
-
-class Engine(Protocol):
-    """The part of `EngineClient` that a session needs."""
-
-    async def generate(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, session_id: str
-    ) -> Generation: ...
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the dialogue has {prompt_tokens} tokens, the context holds {limit} with at least one to sample"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A sampled turn as it is returned. `length` is whether it was cut at a limit; counts are in tokens."""
+class Journal(Protocol):
+    """Keeps recorded turns where a crash of this process does not reach them."""
 
-    number: int
-    content: str
-    tool_calls: tuple[ToolCall, ...]
-    length: bool
-    malformed: int
-    prompt_tokens: int
-    completion_tokens: int
+    def record(self, session: str, nodes: Sequence[Node], answer: Answer) -> None:
+        """`nodes`: what the turn added to the session's tree, the sampled node last. Does not block."""
+        ...
 
 
 class Session:
     def __init__(
-        self, id: str, behaviour: Behaviour, max_context: int, renderer: ChatMLRenderer, engine: Engine
+        self,
+        id: str,
+        behaviour: Behaviour,
+        max_context: int,
+        renderer: Renderer,
+        engine: Engine,
+        key: bytes = b"",
+        rules: Rules = Rules(),  # noqa: B008  # frozen
+        deadline: float | None = None,
+        journal: Journal | None = None,
     ) -> None:
+        """`key` signs reasoning; `deadline` is a time of the running loop; `max_context` in tokens, prompt and answer."""
         self.id = id
         self.behaviour = behaviour
         self.max_context = max_context
         self._renderer = renderer
         self._engine = engine
+        self._key = key
+        self._rules = rules
+        self._deadline = deadline
+        self._journal = journal
         self._tree = ContextTree()
-        self._answers: dict[str, asyncio.Task[Answer]] = {}
+        self._answers: dict[tuple[str, str], Turn] = {}
+        self._tasks: set[asyncio.Task[Answer] | None] = set()
+        self._images: dict[str, Image] = {}
         self._turns = 0
+        self._sampled = 0
         self._requests = itertools.count(1)
         self._last: Answer | None = None
         self._trouble = False
@@ -88,105 +112,206 @@ class Session:
     def owed(self) -> bool:
         """Whether the engine owes an answer: a model call is under way, the last to end met the engine's trouble, or the
         client of the newest call went before it had its answer, whether or not that was sampled since."""
-        return self._trouble or self._left or any(not task.done() for task in self._answers.values())
+        return self._trouble or self._left or bool(self._tasks)
 
     @property
     def last(self) -> Answer | None:
-        """The turn that was recorded last."""
+        """The turn that was recorded last, auxiliary ones aside."""
         return self._last
 
-    async def complete(self, digest: str, dialogue: Dialogue, max_tokens: int | None) -> Answer:
-        """Answers one model call; `digest` identifies the request's body.
+    def reply(self, created: int) -> Reply:
+        """`created` in Unix seconds."""
+        return Reply(self.id, created, self._key)
 
-        Raises TurnLimit, ContextOverflow, SessionClosed, and the engine client's EngineUnavailable and EngineRefused.
+    def answer(self, call: Call, headers: Mapping[str, str]) -> Turn:
+        """The turn that answers a call; `headers` have lower-case names. Raises SessionClosed.
+
+        The turn raises TurnLimit, ContextOverflow, SessionClosed, BadRequest, EngineUnavailable and EngineRefused.
         """
         if self.closed:
             raise SessionClosed(f"session {self.id} is closed")
         self._left = False
-        task = self._answers.get(digest)
-        if task is None:
-            task = asyncio.create_task(self._sample(dialogue, max_tokens))
-            self._answers[digest] = task
-            task.add_done_callback(lambda done: self._settle(digest, done))
-        try:
-            # A client that goes away cancels its wait, never the work.
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if self.closed:
-                raise SessionClosed(f"session {self.id} is closed") from None
-            self._left = True
-            raise
+        kind = classify(self._rules, call, headers)
+        # Two agents may ask the very same.
+        key = (call.digest, kind.agent)
+        turn = self._answers.get(key)
+        if turn is None:
+            turn = self._answers[key] = Turn(self.id, self._was_left)
+            task = asyncio.create_task(self._run(key, turn, call, kind))
+            self._tasks.add(task)
+            turn.run(task)
+        return turn
+
+    async def count(self, dialogue: Dialogue) -> int:
+        """Tokens of the prompt that a call with this dialogue would make. Raises BadRequest."""
+        _, match, rendered = await self._prepare(dialogue)
+        lead, _ = self._renderer.lead(Call("", dialogue, "").tool_choice)
+        return match.node.tokens + sum(map(len, rendered)) + len(lead)
 
     async def close(self) -> None:
         """Ends what is under way; what was recorded stays."""
         self.closed = True
-        pending = [task for task in self._answers.values() if not task.done()]
+        pending = [task for task in self._tasks if task is not None]
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
 
     def export(self) -> Export:
-        """See `ContextTree.export`."""
-        return self._tree.export()
+        """See `pipeline.capture.export`."""
+        return export(self._tree, self.behaviour.exclude)
 
-    def _settle(self, digest: str, task: asyncio.Task[Answer]) -> None:
-        # Looking at the exception also marks it as seen, when its client has gone.
-        error = None if task.cancelled() else task.exception()
-        self._trouble = isinstance(error, EngineUnavailable)
-        if task.cancelled() or error is not None:
-            self._answers.pop(digest, None)
+    def _was_left(self) -> None:
+        self._left = not self.closed
 
-    async def _sample(self, dialogue: Dialogue, max_tokens: int | None) -> Answer:
-        if self._turns >= self.behaviour.max_turns:
-            raise TurnLimit(f"{self._turns} turns were sampled, the limit is {self.behaviour.max_turns}")
-        # Counted before the first await, so that requests at once cannot pass the limit together.
-        self._turns += 1
+    async def _run(self, key: tuple[str, str], turn: Turn, call: Call, kind: Kind) -> Answer:
+        """Leaves the session as it is to be before whoever waits learns of the end."""
+        counted = 0
         try:
-            return await self._sample_turn(dialogue, max_tokens)
-        except BaseException:
-            self._turns -= 1
+            self._check_budget()
+            # Counted before the first await, so that requests at once cannot pass the limit together.
+            counted = 1
+            self._turns += 1
+            answer = await self._sample(turn, call, kind)
+        except BaseException as error:
+            self._turns -= counted
+            self._trouble = isinstance(error, EngineUnavailable)
+            # One that failed may be asked for anew.
+            self._answers.pop(key, None)
             raise
+        else:
+            self._trouble = False
+            return answer
+        finally:
+            self._tasks.discard(asyncio.current_task())
 
-    async def _sample_turn(self, dialogue: Dialogue, max_tokens: int | None) -> Answer:
+    def _check_budget(self) -> None:
+        behaviour = self.behaviour
+        if self._turns >= behaviour.max_turns:
+            raise TurnLimit(
+                f"{self._turns} turns were sampled, the limit is {behaviour.max_turns}", "max_turns"
+            )
+        if 0 < behaviour.max_session_tokens <= self._sampled:
+            raise TurnLimit(
+                f"{self._sampled} tokens were sampled, the limit is {behaviour.max_session_tokens}",
+                "max_sampled_tokens",
+            )
+        if (left := self._left_s()) is not None and left <= 0:
+            raise TurnLimit("the session's time is over", "max_wall_time")
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
+
+    async def _prepare(self, dialogue: Dialogue) -> tuple[list[Step], Match, list[Ids]]:
+        """The dialogue's steps, the longest known path, and the tokens of the rest."""
+        if not self._renderer.images and any(message.images for message in dialogue.messages):
+            raise BadRequest(
+                f"the request has an image, and the policy's family {self._renderer.family} takes none; leave images out",
+                "messages",
+                "unsupported_image",
+            )
+
+        # What takes longer than a thread takes to be asked is done on one: whatever an agent sends, in texts, tools or
+        # arguments, is not tokenized in other tenants' time.
+        if _characters(dialogue.messages) <= _HASHED:
+            asked, match = self._known(dialogue)
+        else:
+            asked, match = await asyncio.to_thread(self._known, dialogue)
+        new = [message for step in asked[match.steps :] for message in step.messages]
+        # Of the first step, the tools are a part.
+        if match.steps and _characters(new) <= _TOKENIZED:
+            return asked, match, self._render(dialogue, match)
+        return asked, match, await asyncio.to_thread(self._render, dialogue, match)
+
+    def _known(self, dialogue: Dialogue) -> tuple[list[Step], Match]:
         asked = steps(dialogue)
-        match = self._tree.match(asked)
-        # On a thread: whatever an agent sends, in texts, tools or arguments, is not tokenized in other tenants' time.
-        rendered = await asyncio.to_thread(render_steps, self._renderer, dialogue, match.steps)
-        lead = self._renderer.generation_prompt()
+        return asked, self._tree.match(asked)
+
+    def _render(self, dialogue: Dialogue, match: Match) -> list[Ids]:
+        try:
+            return [_ids(step) for step in self._renderer.steps(dialogue, match.steps)]
+        except ValueError as error:
+            raise BadRequest(f"the dialogue cannot be rendered: {error}", "messages") from None
+
+    async def _sample(self, turn: Turn, call: Call, kind: Kind) -> Answer:
+        asked, match, rendered = await self._prepare(call.dialogue)
+        try:
+            prompt_lead, opening = self._renderer.lead(call.tool_choice)
+        except ValueError as error:
+            raise BadRequest(f"the choice cannot be forced: {error}", "tool_choice") from None
+        lead = [*prompt_lead, *opening]
         prompt = self._tree.prompt(match, rendered, lead)
         room = self.max_context - len(prompt)
         if room < 1:
-            raise ContextOverflow(
-                f"the dialogue has {len(prompt)} tokens, the context holds {self.max_context} with at least one to sample"
-            )
-        params = SamplingParams(
-            max_tokens=min(self.behaviour.max_tokens, room, max_tokens or room),
-            temperature=self.behaviour.temperature,
-            top_p=self.behaviour.top_p,
-            stop_token_ids=self._renderer.stop_token_ids,
-            logprobs=0,
+            raise ContextOverflow(len(prompt), self.max_context)
+        turn.start(len(prompt))
+        number = next(self._requests)
+        parser = self._renderer.parser(opening, call.stop, call.parallel, call.dialogue.tools)
+        reading = _Reading(turn, parser, f"{self.id}/{number}", call.tool_choice.mode != "none")
+        watched = call.stream or bool(call.stop) or not call.parallel
+        generation = await self._engine.generate(
+            prompt,
+            self._params(call, room),
+            f"{self.id}-r{number}",
+            self.id,
+            watch=reading.watch if watched else None,
+            images=self._items(call.dialogue),
+            routed_from=match.node.routed,
+            within=self._left_s(),
         )
-        request_id = f"{self.id}-r{next(self._requests)}"
-        generation = await self._engine.generate(prompt, params, request_id, self.id)
-        turn = self._turn(lead, generation)
-        parsed = self._renderer.parse(generation.token_ids)
-        calls = tuple(
-            ToolCall(self._call_id(i), call.name, call.arguments) for i, call in enumerate(parsed.tool_calls)
+        sampled = self._turn(lead, opening, generation)
+        if not watched:
+            if len(sampled.ids) > _MANY_TOKENS:
+                await asyncio.to_thread(reading.watch, generation.token_ids)
+            else:
+                reading.watch(generation.token_ids)
+        parsed = reading.finish()
+        known = len(self._tree.nodes)
+        node = self._tree.add(
+            match, asked, rendered, sampled, answer_key_of(parsed.content, parsed.tool_calls), kind
         )
-        node = self._tree.add(match, asked, rendered, turn, answer_key_of(parsed.content, calls))
+        self._sampled += len(sampled.ids)
         answer = Answer(
             number=node.number,
             content=parsed.content,
-            tool_calls=calls,
-            length=generation.finish_reason == "length",
+            tool_calls=parsed.tool_calls,
+            finish=_finish(generation, parser, parsed),
             malformed=parsed.malformed,
             prompt_tokens=len(prompt),
-            completion_tokens=len(turn.ids),
+            completion_tokens=len(sampled.ids),
+            reasoning=parsed.reasoning,
+            stop_sequence=parser.stopped_by,
+            cached_tokens=match.node.tokens,
+            reasoning_tokens=parser.reasoning_tokens,
         )
-        self._last = answer
+        if kind.label is None:
+            self._last = answer
+        if self._journal is not None:
+            self._journal.record(self.id, self._tree.nodes[known:], answer)
         return answer
 
-    def _turn(self, lead: Sequence[int], generation: Generation) -> SampledTurn:
+    def _params(self, call: Call, room: int) -> SamplingParams:
+        behaviour = self.behaviour
+        limits = [behaviour.max_tokens, room]
+        if call.max_tokens is not None:
+            limits.append(call.max_tokens)
+        if behaviour.max_session_tokens:
+            limits.append(behaviour.max_session_tokens - self._sampled)
+        return SamplingParams(
+            max_tokens=min(limits),
+            temperature=behaviour.temperature,
+            top_p=behaviour.top_p,
+            seed=call.seed,
+            stop_token_ids=self._renderer.stop_token_ids,
+            logprobs=0,
+        )
+
+    def _items(self, dialogue: Dialogue) -> list[ImageItem]:
+        """The dialogue's images, in order; an image that came before is the object that came first."""
+        images = [image for message in dialogue.messages for image in message.images]
+        held = [self._images.setdefault(image.digest, image) for image in images]
+        return [ImageItem(image.digest, image.media_type, image.data) for image in held]
+
+    def _turn(self, lead: Sequence[int], opening: Sequence[int], generation: Generation) -> SampledTurn:
         ids = np.asarray(generation.token_ids, np.int32)
         logprobs = np.asarray(generation.logprobs, np.float32)
         if not (
@@ -197,14 +322,76 @@ class Session:
                 f"{bool(np.isfinite(logprobs).all())}) and {len(generation.versions)} versions; such a turn cannot be trained"
             )
         return SampledTurn(
-            lead=np.asarray(lead, np.int32),
+            lead=_ids(lead),
             ids=ids,
             logprobs=logprobs,
             versions=np.asarray(generation.versions, np.int32),
-            tail=np.asarray(self._renderer.close_turn(generation.token_ids), np.int32),
+            tail=_ids(self._renderer.tail([*opening, *generation.token_ids])),
+            candidates=generation.candidates if any(generation.candidates) else (),
+            routing=generation.routing,
         )
 
-    def _call_id(self, index: int) -> str:
-        """Unique in the run and the same for the same node of the same session."""
-        made = hashlib.sha256(f"{self.id}/{self._tree.next_number}/{index}".encode()).hexdigest()
+
+class _Reading:
+    """Parses a turn's tokens as they come and tells the turn; names the tool calls."""
+
+    def __init__(self, turn: Turn, parser: TurnParser, name: str, calls: bool) -> None:
+        self._turn = turn
+        self._parser = parser
+        self._name = name
+        self._calls = calls
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._named: list[ToolCall] = []
+        self._shown: list[str] = []
+
+    def watch(self, ids: Sequence[int]) -> int | None:
+        fed = self._parser.feed(ids)
+        self._tell(fed.pieces)
+        return fed.keep
+
+    def finish(self) -> ParsedTurn:
+        pieces, parsed = self._parser.finish()
+        self._tell(pieces)
+        content = parsed.content if self._calls else "".join(self._shown).strip()
+        return ParsedTurn(content, tuple(self._named), parsed.malformed, parsed.reasoning)
+
+    def _tell(self, pieces: Sequence[Piece]) -> None:
+        named = [self._name_call(piece) if isinstance(piece, ToolCall) else piece for piece in pieces]
+        self._shown += [piece.text for piece in named if isinstance(piece, Text)]
+        if threading.get_ident() == self._thread:
+            self._turn.add(named)
+        else:
+            # A long turn is parsed on a thread; its clients wait on the loop.
+            self._loop.call_soon_threadsafe(self._turn.add, named)
+
+    def _name_call(self, call: ToolCall) -> Piece:
+        if not self._calls:
+            # The agent asked for none: what the policy said all the same is shown.
+            return Text(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}')
+        call = ToolCall(self._call_id(), call.name, call.arguments)
+        self._named.append(call)
+        return call
+
+    def _call_id(self) -> str:
+        """Unique in the run."""
+        made = hashlib.sha256(f"{self._name}/{len(self._named)}".encode()).hexdigest()
         return f"call_{made[:24]}"
+
+
+def _finish(generation: Generation, parser: TurnParser, parsed: ParsedTurn) -> Finish:
+    if generation.finish_reason == "length":
+        return "length"
+    if parser.stopped_by is not None:
+        return "stop_sequence"
+    return "tool_calls" if parsed.tool_calls else "stop"
+
+
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(
+        len(message.text) + sum(len(call.arguments) for call in message.tool_calls) for message in messages
+    )
+
+
+def _ids(ids: Sequence[int]) -> Ids:
+    return np.asarray(ids, np.int32)

@@ -4,36 +4,40 @@ Promises (tested over random agents):
 - a sampled turn keeps its sampled tokens, log-probabilities and versions; nothing re-tokenized stands in for it;
 - the tokens before a sampled turn in its exported context are exactly those it was sampled from;
 - every sampled token has loss in exactly one exported context, and no other token ever has;
-- forks share the nodes of their common prefix; nodes are only added and never change.
+- forks share the nodes of their common prefix; nodes are only added and never change, so what a turn adds, in memory and
+  in work, are its own new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.capture.dialogue import Key, Step
-from schemas.payload import ROLES, ContextMeta, Span
+from pipeline.capture.rules import Kind
+from pipeline.engines.base import Routing
+from schemas.payload import ROLES
 
 Ids = npt.NDArray[np.int32]
-FLAG_SAMPLED, FLAG_LOSS = 1, 2
-"""Bits of a segment's flags: the policy sampled it; this context trains it."""
 TEMPLATE = ROLES.index("template")
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
     """What the engine sampled, between what the template puts before (`lead`) and after (`tail`) it. `ids`, `logprobs`
-    (nats) and `versions` are of one length, at least 1."""
+    (nats) and `versions` are of one length, at least 1; `candidates` (ids per token) too, or (). `routing` has rows of the
+    context's own token numbers."""
 
     lead: Ids
     ids: Ids
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     tail: Ids
+    candidates: tuple[tuple[int, ...], ...] = ()
+    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         counts = {len(self.ids), len(self.logprobs), len(self.versions)}
@@ -41,19 +45,45 @@ class SampledTurn:
             raise ValueError(
                 f"a sampled turn has {len(self.ids)} ids, {len(self.logprobs)} logprobs and {len(self.versions)} versions"
             )
+        if self.candidates and len(self.candidates) != len(self.ids):
+            raise ValueError(
+                f"a sampled turn has {len(self.ids)} ids and {len(self.candidates)} candidate sets"
+            )
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One turn. A prompt node has `ids` alone; a sampled one has `turn`, whose ids these are."""
+    """One turn. A prompt node has `ids` alone; a sampled one has `turn`, whose ids these are, and the `kind` of the request
+    that it answered. `tokens`, `sampled` and `routed` are of the whole path: its tokens, its sampled turns, and how many
+    of its first tokens' routing is known."""
 
     number: int
     parent: Node | None
     role: int
     ids: Ids
     turn: SampledTurn | None = None
-    prompts: dict[Key, Node] = field(default_factory=dict[Key, "Node"])
+    kind: Kind = field(default=Kind())
+    images: tuple[str, ...] = ()
+    tokens: int = 0
+    sampled: int = 0
+    routed: int = 0
+    prompts: dict[Key, list[Node]] = field(default_factory=dict[Key, "list[Node]"])
     answers: dict[Key, list[Node]] = field(default_factory=dict[Key, "list[Node]"])
+
+    def __post_init__(self) -> None:
+        above = self.parent
+        if above is not None:
+            self.tokens = above.tokens + len(self.ids)
+            self.sampled, self.routed = above.sampled, above.routed
+        if self.turn is not None:
+            self.tokens += len(self.turn.lead) + len(self.turn.tail)
+            self.sampled += 1
+            if self.turn.routing is not None:
+                self.routed = self.turn.routing.start + len(self.turn.routing.rows)
+
+    def below(self, parent: Node) -> Node:
+        """The same turn under another parent."""
+        return Node(self.number, parent, self.role, self.ids, self.turn, self.kind, self.images)
 
     def path(self) -> list[Node]:
         """From the root's child down to this node."""
@@ -73,26 +103,16 @@ class Match:
     steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The payload's columns (dtypes of `schemas.payload.COLUMNS`) and one ContextMeta a context, main first."""
-
-    columns: dict[str, npt.NDArray[np.generic]]
-    contexts: tuple[ContextMeta, ...]
-
-
 class ContextTree:
     def __init__(self) -> None:
         self._root = Node(0, None, TEMPLATE, np.empty(0, np.int32))
-        self._nodes: list[Node] = [self._root]
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next node."""
-        return len(self._nodes)
+        self.nodes: list[Node] = [self._root]
 
     def match(self, steps: Sequence[Step]) -> Match:
-        """The longest known path. Of several as long, the one with most sampled turns, then the newest."""
+        """The longest known path. Of several as long, the one with most sampled turns, then the newest.
+
+        May run beside `add` on another thread: it then sees the tree as of before or after.
+        """
         frontier = [self._root]
         covered = 0
         for step in steps:
@@ -100,156 +120,81 @@ class ContextTree:
             for node in frontier:
                 if step.answer_key is not None:
                     following += node.answers.get(step.answer_key, ())
-                if (prompt := node.prompts.get(step.prompt_key)) is not None:
-                    following.append(prompt)
+                following += node.prompts.get(step.prompt_key, ())
             if not following:
                 break
             frontier = following
             covered += 1
-        return Match(max(frontier, key=lambda node: (_sampled_turns(node), node.number)), covered)
+        return Match(max(frontier, key=lambda node: (node.sampled, node.number)), covered)
 
-    def prompt(self, match: Match, rendered: Sequence[Sequence[int]], lead: Sequence[int]) -> list[int]:
-        """Token ids that the next turn is sampled from: the path, the rendered rest of the request, the lead."""
-        ids: list[int] = []
+    def prompt(self, match: Match, rendered: Sequence[Sequence[int] | Ids], lead: Sequence[int]) -> Ids:
+        """Token ids, int32 [T], that the next turn is sampled from: the path, the rendered rest of the request, the lead."""
+        parts: list[Ids] = []
         for node in match.node.path():
-            ids += _whole(node).tolist()
-        for part in rendered:
-            ids += part
-        ids += lead
-        return ids
+            parts += whole(node)
+        return np.concatenate([*parts, *(np.asarray(ids, np.int32) for ids in (*rendered, lead))])
 
     def add(
         self,
         match: Match,
         steps: Sequence[Step],
-        rendered: Sequence[Sequence[int]],
+        rendered: Sequence[Sequence[int] | Ids],
         turn: SampledTurn,
         answer: Key,
+        kind: Kind = Kind(),  # noqa: B008  # frozen
     ) -> Node:
         """Puts the rest of the request (`steps[match.steps:]`, with their ids) and the sampled turn into the tree.
 
-        A prompt turn that another request has put there meanwhile is shared.
+        A prompt turn that another request has put there meanwhile is shared when its tokens are the same.
         """
         rest = steps[match.steps :]
         if len(rest) != len(rendered):
             raise ValueError(f"{len(rest)} steps are unmatched and {len(rendered)} are rendered")
         node = match.node
-        for step, ids in zip(rest, rendered, strict=True):
-            child = node.prompts.get(step.prompt_key)
+        for step, given in zip(rest, rendered, strict=True):
+            ids = np.asarray(given, np.int32)
+            known = node.prompts.setdefault(step.prompt_key, [])
+            child = next((child for child in known if np.array_equal(child.ids, ids)), None)
             if child is None:
-                role = step.message.role if step.message is not None else "system"
-                child = self._node(node, ROLES.index(role), np.asarray(ids, np.int32), None)
-                node.prompts[step.prompt_key] = child
+                images = tuple(image.digest for message in step.messages for image in message.images)
+                child = self.append(Node(len(self.nodes), node, ROLES.index(step.role), ids, images=images))
+                known.append(child)
             node = child
-        sampled = self._node(node, ROLES.index("assistant"), turn.ids, turn)
+        sampled = Node(len(self.nodes), node, ROLES.index("assistant"), turn.ids, turn, kind)
         node.answers.setdefault(answer, []).append(sampled)
-        return sampled
+        return self.append(sampled)
 
-    def _node(self, parent: Node, role: int, ids: Ids, turn: SampledTurn | None) -> Node:
-        node = Node(len(self._nodes), parent, role, ids, turn)
-        self._nodes.append(node)
+    def append(self, node: Node) -> Node:
+        """Takes a node as it is; its number must be the next one. Raises ValueError."""
+        if node.number != len(self.nodes):
+            raise ValueError(f"node {node.number} comes where {len(self.nodes)} is next")
+        self.nodes.append(node)
         return node
 
-    def export(self) -> Export:
-        """Every context that ends in a sampled turn that no later sampled turn continues.
 
-        The main context is the one with most sampled turns, then the oldest; it comes first and so owns the turns that
-        it shares. Another is a `fork` if it shares a turn with it, else `other`. What the template adds after
-        a context's last turn is left out.
-        """
-        sampled = [node for node in self._nodes if node.turn is not None]
-        continued = {id(node) for leaf in sampled for node in leaf.path()[:-1]}
-        leaves = [node for node in sampled if id(node) not in continued]
-        leaves.sort(key=lambda node: (-_sampled_turns(node), node.number))
-        rows = _Rows()
-        main = {id(node) for node in leaves[0].path()[1:]} if leaves else set[int]()
-        for i, leaf in enumerate(leaves):
-            shares = any(id(node) in main for node in leaf.path()[1:])
-            rows.context("main" if i == 0 else "fork" if shares else "other", leaf.path())
-        return rows.export()
+def whole(node: Node) -> list[Ids]:
+    """All tokens of the node, in order: with what the template puts around a sampled turn."""
+    return [node.ids] if node.turn is None else [node.turn.lead, node.turn.ids, node.turn.tail]
 
 
-class _Rows:
-    """Gathers the rows of contexts; claims each sampled turn for the first context that holds it."""
+def leaves(nodes: Iterable[Node]) -> list[Node]:
+    """The sampled turns that contexts end in, in order: those that no later turn of the same agent continues.
 
-    def __init__(self) -> None:
-        self._tokens: list[Ids] = []
-        self._mask: list[npt.NDArray[np.uint8]] = []
-        self._logprobs: list[npt.NDArray[np.float32]] = []
-        self._versions: list[npt.NDArray[np.int32]] = []
-        self._segments: list[tuple[int, int, int, int, int]] = []
-        self._contexts: list[ContextMeta] = []
-        self._claimed: set[int] = set()
-        self._end = 0
-
-    def context(self, label: str, path: Sequence[Node]) -> None:
-        offset = self._end
-        spans: list[Span] = []
-        versions: list[npt.NDArray[np.int32]] = []
-        for node in path:
-            turn = node.turn
-            if turn is None:
-                self._plain(node.ids, node.role)
-                continue
-            self._plain(turn.lead, TEMPLATE)
-            owns = node.number not in self._claimed
-            if owns:
-                self._claimed.add(node.number)
-                spans.append(Span(start=self._end - offset, end=self._end - offset + len(turn.ids)))
-                versions.append(turn.versions)
-            flags = FLAG_SAMPLED | (FLAG_LOSS if owns else 0)
-            self._append(turn.ids, node.role, flags, turn.logprobs, turn.versions)
-            if node is not path[-1]:
-                self._plain(turn.tail, TEMPLATE)
-        trained = np.concatenate(versions)
-        self._contexts.append(
-            ContextMeta(
-                label=label,
-                offset=offset,
-                tokens=self._end - offset,
-                generated=len(trained),
-                loss_spans=tuple(spans),
-                min_version=int(trained.min()),
-                max_version=int(trained.max()),
-            )
-        )
-
-    def _plain(self, ids: Ids, role: int) -> None:
-        zeros = np.zeros(len(ids), np.int32)
-        self._append(ids, role, 0, zeros.astype(np.float32), zeros)
-
-    def _append(
-        self,
-        ids: Ids,
-        role: int,
-        flags: int,
-        logprobs: npt.NDArray[np.float32],
-        versions: npt.NDArray[np.int32],
-    ) -> None:
-        if not len(ids):
-            return
-        self._tokens.append(ids)
-        self._mask.append(np.full(len(ids), 1 if flags & FLAG_LOSS else 0, np.uint8))
-        self._logprobs.append(logprobs)
-        self._versions.append(versions)
-        self._segments.append((self._end, self._end + len(ids), role, flags, len(self._contexts)))
-        self._end += len(ids)
-
-    def export(self) -> Export:
-        columns: dict[str, npt.NDArray[np.generic]] = {
-            "tokens": np.concatenate([np.empty(0, np.int32), *self._tokens]),
-            "loss_mask": np.concatenate([np.empty(0, np.uint8), *self._mask]),
-            "logprobs": np.concatenate([np.empty(0, np.float32), *self._logprobs]),
-            "policy_version": np.concatenate([np.empty(0, np.int32), *self._versions]),
-            "segments": np.asarray(self._segments, np.int32).reshape(-1, 5),
-        }
-        return Export(columns, tuple(self._contexts))
+    A request of an auxiliary kind that continues an agent's dialogue (a summary of it) ends in a leaf of its own, and so
+    does another agent's; neither takes the dialogue's end away.
+    """
+    found: list[Node] = []
+    below: dict[int, set[Kind]] = {}
+    for node in sorted(nodes, key=lambda node: -node.number):
+        kinds = below.pop(node.number, set[Kind]())
+        if node.turn is not None:
+            if not any(_continues(kind, node.kind) for kind in kinds):
+                found.append(node)
+            kinds.add(node.kind)
+        if node.parent is not None and kinds:
+            below.setdefault(node.parent.number, set()).update(kinds)
+    return found[::-1]
 
 
-def _whole(node: Node) -> Ids:
-    turn = node.turn
-    return node.ids if turn is None else np.concatenate([turn.lead, turn.ids, turn.tail])
-
-
-def _sampled_turns(node: Node) -> int:
-    return sum(step.turn is not None for step in node.path())
+def _continues(later: Kind, earlier: Kind) -> bool:
+    return later.agent == earlier.agent and later.label in (None, earlier.label)

@@ -1,1 +1,1 @@
-"""Engines: the token-in/token-out wire, its client, and a small engine of our own."""
+"""Engines: vLLM, SGLang and a small one of our own, one or several replicas, behind the interface of `base`."""

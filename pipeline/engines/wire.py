@@ -43,7 +43,8 @@ class _Open(BaseModel):
 class SamplingParams(_Open):
     """How to sample. ``temperature`` 0 is greedy; ``top_k`` 0 or -1 is off; without ``max_tokens`` the context is filled.
 
-    ``logprobs``: 0 asks for the sampled token's log-probability; other counts are answered as 0.
+    ``logprobs``: 0 asks for the sampled token's log-probability; other counts are answered as 0. ``prompt_logprobs``:
+    asks for those of the prompt's tokens, and of so many of the likeliest at each place.
     """
 
     max_tokens: int | None = Field(default=None, ge=1)
@@ -53,6 +54,7 @@ class SamplingParams(_Open):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop_token_ids: tuple[StrictInt, ...] = ()
     logprobs: int | None = Field(default=0, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
 
     def distribution_gaps(self) -> list[str]:
         """Received parameters that would change what is sampled and that are not implemented, as ``name=value``."""
@@ -71,54 +73,9 @@ class GenerateRequest(_Open):
     sampling_params: SamplingParams = SamplingParams()
     request_id: str | None = Field(default=None, max_length=256)
     stream: bool = False
+    content_parts: list[Any] | None = None
 
 
-class TokenLogprob(BaseModel):
-    """Log-probability (nats) of one sampled token, after temperature, top-k and top-p."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    logprob: float
-    token_id: int | None = None
-
-
-class Logprobs(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    content: list[TokenLogprob] | None = None
-
-
-class VersionSpan(BaseModel):
-    """Output tokens ``start`` (included) to ``end`` (excluded) were sampled under ``version``."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    version: str | int
-    start: int
-    end: int
-
-
-class Choice(BaseModel):
-    """One generation. ``sampling_mask``: candidate ids per output token; [] where the whole vocabulary was open."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    index: int = 0
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: Logprobs | None = None
-    weight_versions: list[VersionSpan] | None = None
-    sampling_mask: list[list[int]] | None = None
-
-
-class GenerateResponse(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    request_id: str
-    choices: list[Choice]
-
-
-def error_body(message: str, kind: str) -> dict[str, Any]:
-    """The error object that OpenAI-style clients read."""
-    return {"error": {"message": message, "type": kind}}
+def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
+    """The error object that OpenAI-style clients read; `code` is the HTTP status, which an event of a stream has not."""
+    return {"error": {"message": message, "type": kind, "code": code}}

@@ -57,9 +57,11 @@ def portable(config: RunConfig) -> RunConfig:
             "directory": RunConfig.model_fields["directory"].default,
             "broker": Broker(),
             "store": Store(),
-            "engine": config.engine.model_copy(update={"url": "", "token_file": ""}),
+            "engine": config.engine.model_copy(
+                update={"kind": "tiny", "url": "", "replicas": (), "token_file": "", "weights_dir": ""}
+            ),
             "agent_loop": config.agent_loop.model_copy(
-                update={"run_key_file": "", "bind": "127.0.0.1", "advertise": ""}
+                update={"run_key_file": "", "journal_dir": "", "bind": "127.0.0.1", "advertise": ""}
             ),
             "packer": config.packer.model_copy(update={"socket_dir": ""}),
             "trainer": config.trainer.model_copy(update={"rendezvous": ""}),

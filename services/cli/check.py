@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from pipeline.capture.rules import UnknownRules, load_rules
 from pipeline.config import ConfigError, Override, load, place
 from pipeline.harnesses import base as harnesses
 from pipeline.harnesses.environments import base as environments
@@ -55,11 +56,15 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
     def need(path: Place, check: Callable[..., object], *arguments: Any) -> None:
         try:
             check(*arguments)
-        except (BadInput, StoreError, harnesses.UnknownHarness, environments.UnknownEnvironment) as error:
+        except (
+            BadInput, StoreError, harnesses.UnknownHarness, environments.UnknownEnvironment, UnknownRules,
+        ) as error:  # fmt: skip
             found.append((path, str(error)))
 
     need(("broker", "url"), check_broker_url, config.broker.url)
     need(("engine", "url"), check_engine_url, config.engine.url)
+    for i, url in enumerate(config.engine.replicas):
+        need(("engine", "replicas", i), check_engine_url, url)
     need(("engine", "policy"), check_policy, config.engine.policy, Path(config.directory))
     need(("store", "url"), _check_store, config.store)
     if config.trainer.rendezvous:
@@ -69,6 +74,10 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
             asked.append((("pools", i, "harness"), Asked("harness", pool.harness)))
         else:
             need(("pools", i, "harness"), _check_harness, pool.harness)
+        if ":" in pool.rules:
+            asked.append((("pools", i, "rules"), Asked("rules", pool.rules)))
+        else:
+            need(("pools", i, "rules"), load_rules, pool.rules)
     for i, source in enumerate(config.sources):
         kind = ("sources", i, "environment", "kind")
         if ":" in source.environment.kind:

@@ -172,8 +172,9 @@ class _Launch:
         )
         if config.trainer.rendezvous:
             check_address(config.trainer.rendezvous, "trainer.rendezvous")
-        if config.engine.url:
-            await asyncio.to_thread(check_engine, config.engine.url)
+        for url in (config.engine.url, *config.engine.replicas):
+            if url:
+                await asyncio.to_thread(check_engine, url)
 
     def _broker(self) -> Broker:
         if self.config.broker.url:
@@ -209,16 +210,17 @@ class _Launch:
         }
         store = given.store.model_copy(update={"url": store_url(given, self.directory)})
         update["store"] = _absolute(store, "credentials_file")
-        engine = _absolute(given.engine, "token_file")
+        engine = _absolute(given.engine, *PATHS["engine"])
         if not given.engine.url:
             token = given.engine.token_file or secret_file(self.directory / "secrets" / f"engine-token-{run}")
             engine = engine.model_copy(
                 update={"url": f"http://{LOOPBACK}:{free_port()}", "token_file": str(Path(token).absolute())}
             )
         update["engine"] = engine
-        if not given.agent_loop.run_key_file:
-            key = secret_file(self.directory / "secrets" / f"run-key-{run}")
-            update["agent_loop"] = given.agent_loop.model_copy(update={"run_key_file": str(key)})
+        loop = _absolute(given.agent_loop, *PATHS["agent_loop"])
+        key = loop.run_key_file or str(secret_file(self.directory / "secrets" / f"run-key-{run}"))
+        journal = loop.journal_dir or str(home / "journal")
+        update["agent_loop"] = loop.model_copy(update={"run_key_file": key, "journal_dir": journal})
         sockets = given.packer.socket_dir or str(socket_directory(home / "sockets", self._scratch))
         update["packer"] = given.packer.model_copy(update={"socket_dir": sockets})
         if not given.trainer.rendezvous:
@@ -249,7 +251,8 @@ class _Launch:
         # -P: a directory named `services` where the user stands is not ours.
         command = (sys.executable, "-P", "-m", "services.cli.main", "service")
         units = unit_arguments(config)
-        if not self.config.engine.url:
+        # A given engine is served elsewhere; where we may write, it is brought new weights.
+        if not self.config.engine.url or self.config.engine.weights_dir:
             units.insert(0, ("engine", [("engine", ["engine"])]))
         for name, members in units:
             self.supervisor.keep(
@@ -319,15 +322,15 @@ class _Launch:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _absolute(section: Any, key: str) -> Any:
-    """The section with one path made absolute: services may be started from anywhere."""
-    path = getattr(section, key)
-    return section.model_copy(update={key: str(Path(path).absolute())}) if path else section
+def _absolute(section: Any, *keys: str) -> Any:
+    """The section with these paths made absolute: services may be started from anywhere."""
+    given = {key: getattr(section, key) for key in keys}
+    return section.model_copy(update={key: str(Path(path).absolute()) for key, path in given.items() if path})
 
 
 def _anywhere(given: RunConfig, run: str, directory: Path) -> RunConfig:
     """What the run was started with, so that it means the same in whatever directory it is read."""
-    sections = {name: _absolute(getattr(given, name), key) for name, key in PATHS.items()}
+    sections = {name: _absolute(getattr(given, name), *keys) for name, keys in PATHS.items()}
     return given.model_copy(update={"run": run, "directory": str(directory), **sections})
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.capture.rules import UnknownRules, load_rules
 from pipeline.harnesses.base import UnknownHarness, resolve
 from pipeline.harnesses.environments.base import UnknownEnvironment, make_environment
 from schemas.config import Environment
@@ -23,7 +24,7 @@ from schemas.config import Environment
 
 @dataclass(frozen=True)
 class Asked:
-    """`kind` is harness, environment or grader; `settings` is an environment's section."""
+    """`kind` is harness, rules, environment or grader; `settings` is an environment's section."""
 
     kind: str
     name: str
@@ -36,13 +37,15 @@ def problem(asked: Asked) -> str | None:
         match asked.kind:
             case "harness":
                 resolve(asked.name)
+            case "rules":
+                load_rules(asked.name)
             case "environment":
                 make_environment(Environment.model_validate(asked.settings))
             case _:
                 module, _, function = asked.name.partition(":")
                 if not callable(getattr(importlib.import_module(module), function)):
                     return f"grader {asked.name!r} is not callable; give none, or module:function"
-    except (UnknownHarness, UnknownEnvironment) as error:
+    except (UnknownHarness, UnknownRules, UnknownEnvironment) as error:
         return _line(str(error))
     except ValidationError as error:
         return refused(f"{asked.kind} {asked.name!r}", error)

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import load
 from pipeline.log import Log
@@ -32,12 +33,12 @@ IMPORTING = "importing.toml"
 """What becomes the record of a run when its import is complete."""
 BORROWED = "borrowed-objects"
 """A file beside the record of an import whose objects were in the store before it: another broker's log may use them."""
-PATHS = {
-    "broker": "token_file",
-    "store": "credentials_file",
-    "engine": "token_file",
-    "agent_loop": "run_key_file",
-    "packer": "socket_dir",
+PATHS: dict[str, tuple[str, ...]] = {
+    "broker": ("token_file",),
+    "store": ("credentials_file",),
+    "engine": ("token_file", "weights_dir"),
+    "agent_loop": ("run_key_file", "journal_dir"),
+    "packer": ("socket_dir",),
 }
 """The keys of a configuration that name files, by section."""
 _START_S, _TRY_S = 5.0, 0.02
@@ -100,10 +101,10 @@ def read_record(path: Path) -> RunConfig:
     if config.store.url == (there / "objects").as_uri():
         store = config.store.model_copy(update={"url": (here / "objects").as_uri()})
         config = config.model_copy(update={"store": store})
-    sections = {
-        name: getattr(config, name).model_copy(update={key: moved(getattr(getattr(config, name), key))})
-        for name, key in PATHS.items()
-    }
+    sections: dict[str, Any] = {}
+    for name, keys in PATHS.items():
+        section = getattr(config, name)
+        sections[name] = section.model_copy(update={key: moved(getattr(section, key)) for key in keys})
     return config.model_copy(update={"directory": str(here), **sections})
 
 

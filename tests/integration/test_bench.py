@@ -61,3 +61,42 @@ def test_the_log_benchmark_measures_all_that_it_names_on_a_tiny_run(tmp_path: Pa
     # These two do not depend on how busy the machine is.
     assert figures["log.state.json"]["value"] <= figures["log.state.json"]["goal"]
     assert figures["log.state.growth"]["value"] <= figures["log.state.growth"]["goal"]
+
+
+CALLS = [
+    f"{protocol}.{size}" for protocol in ("chat", "messages", "responses") for size in ("small", "large")
+]
+CAPTURE_FIGURES = {
+    *(f"capture.call.{call}{way}" for call in CALLS for way in ("", ".stream")),
+    "capture.call.chat.small.burst",
+    "capture.call.chat.large.first",
+    "capture.call.tiny",
+    "capture.call.tiny.stream",
+    "capture.tokenize.growth",
+    "capture.tokenize.last",
+    "capture.many.lag",
+    "capture.many.memory",
+    "capture.many.cpu",
+    "capture.rate",
+    "capture.long.turn",
+    "capture.long.memory",
+    "capture.long.tokens",
+}
+
+
+def test_the_capture_benchmark_measures_all_that_it_names_with_the_least_load(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "bench" / "capture.py"), "--least", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=True)
+    figures = {row["name"]: row for row in json.loads(file.read_text())}
+    # LiteLLM's rows are for who has it installed, and take its start.
+    assert set(figures) == CAPTURE_FIGURES
+    for row in figures.values():
+        assert set(row) == {"name", "value", "unit", "goal", "better", "against"}
+        assert row["better"] in ("higher", "lower")
+        assert row["against"] > 0
+        assert row["goal"] >= 0
+        assert row["name"] in done.stdout
+    # These two do not depend on how busy the machine is.
+    assert figures["capture.long.memory"]["value"] <= figures["capture.long.memory"]["goal"]
+    assert figures["capture.long.tokens"]["value"] >= 5_000

@@ -9,7 +9,8 @@ import pytest
 import torch
 from aiohttp import web
 
-from pipeline.engines.client import EngineClient, EngineRefused, EngineUnavailable
+from pipeline.engines.base import EngineRefused, EngineUnavailable
+from pipeline.engines.client import EngineClient
 from pipeline.engines.tiny.model import Llama, load_model, weights_to_bytes
 from pipeline.engines.tiny.sampling import processed_logprobs
 from pipeline.engines.tiny.server import serve
@@ -153,7 +154,7 @@ def content(*logprobs: float) -> dict:
             },
             "'best'",
         ),
-        ({**VLLM, "logprobs": content(-1.0, -2.0), "finish_reason": "error"}, "unknown reason"),
+        ({**VLLM, "logprobs": content(-1.0, -2.0), "finish_reason": "error"}, "unknown finish reason"),
     ],
     ids=["bare", "default", "spans", "no-logprobs", "minus-inf", "short-spans", "odd-version", "odd-reason"],
 )
@@ -161,6 +162,7 @@ async def test_the_client_reads_vllms_answers_and_refuses_holes(choice: dict, ex
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()
         assert body["sampling_params"]["logprobs"] == 0
+        assert not body["stream"]
         assert request.headers["X-Session-ID"] == "session-1"
         return web.json_response(
             {"request_id": body["request_id"], "choices": [choice], "kv_transfer_params": None}

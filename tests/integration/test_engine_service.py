@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.engines.client import EngineClient, EngineUnavailable
+from pipeline.engines.base import EngineUnavailable
+from pipeline.engines.client import EngineClient
 from pipeline.engines.policies import TINY, policy_dir
 from pipeline.engines.tiny.engine import EngineDead
 from pipeline.engines.tiny.model import load_policy, weights_to_bytes
@@ -25,6 +26,11 @@ from schemas.facts import PolicyPublished
 from services import engine
 from services.process import Context
 from tests.rollout_stage import configuration
+from tests.sglang_double import SglangDouble
+from tests.sglang_double import double as sglang_double
+from tests.tiny_engine_parts import until
+from tests.vllm_double import VllmDouble
+from tests.vllm_double import double as vllm_double
 
 
 @pytest.fixture
@@ -94,3 +100,81 @@ async def test_with_a_token_file_only_its_holder_is_served(context: Context, tmp
             await stranger.generate((1, 2), params, "r", "s", within=1.0)
         guarded.stop.set()
         await serving
+
+
+async def given(context: Context, tmp_path: Path, kind: str, urls: list[str]) -> Context:
+    settings = context.config.engine.model_copy(
+        update={
+            "kind": kind,
+            "url": urls[0],
+            "replicas": tuple(urls[1:]),
+            "weights_dir": str(tmp_path / "weights"),
+        }
+    )
+    return replace(context, config=context.config.model_copy(update={"engine": settings}))
+
+
+def reloads(controls: list) -> list[str]:
+    """The directories that a double was told to read, in order."""
+    return [
+        body.get("model_path") or body["kwargs"]["weights_path"]
+        for path, body in controls
+        if path in ("/collective_rpc", "/update_weights_from_disk")
+    ]
+
+
+async def test_vllm_replicas_that_others_run_are_kept_at_what_is_published(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine, "CHECK_S", 0.05)
+    monkeypatch.setattr(logging.getLogger("packtrain"), "propagate", True)
+    first, second = VllmDouble(), VllmDouble(broken_reload=True)
+    async with vllm_double(first) as a, vllm_double(second) as b, asyncio.timeout(60):
+        kept = await given(context, tmp_path, "vllm", [a, b])
+        await publish(context, 1)
+        serving = asyncio.create_task(engine.serve(kept))
+        await until(lambda: first.version == "1" or serving.done())
+        # The other one's trouble is its own, and it stays paused: its weights may be half loaded.
+        await until(lambda: len(reloads(second.controls)) >= 3)
+        assert (second.version, second.paused, first.paused) == ("default", True, False)
+        second.broken_reload = False
+        await until(lambda: second.version == "1")
+        for step in (2, 3, 4):
+            await publish(context, step)
+            await until(lambda step=step: {first.version, second.version} == {str(step)} or serving.done())
+        # One that was started anew has the weights that it was started with.
+        first.version = "default"
+        await until(lambda: first.version == "4")
+        root = tmp_path / "weights" / context.run
+        assert set(reloads(first.controls)) == {str(root / f"{n:08d}") for n in (1, 2, 3, 4)}
+        await until(lambda: len(list(root.iterdir())) == 2)
+        files = {path.name for path in (root / "00000004").iterdir()}
+        assert {"config.json", "tokenizer.json", "model.safetensors"} <= files
+        _, state = load_policy(root / "00000004")
+        assert all(not tensor.any() for tensor in state.values())
+        kept.stop.set()
+        await serving
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert b in errors[0]
+    assert not first.paused
+    assert not second.paused
+
+
+async def test_sglang_is_kept_at_what_is_published(context: Context, tmp_path: Path) -> None:
+    sglang = SglangDouble()
+    async with sglang_double(sglang) as url, asyncio.timeout(60):
+        kept = await given(context, tmp_path, "sglang", [url])
+        await publish(context, 5)
+        serving = asyncio.create_task(engine.serve(kept))
+        await until(lambda: (sglang.version == "5" and not sglang.paused) or serving.done())
+        assert reloads(sglang.controls) == [str(tmp_path / "weights" / context.run / "00000005")]
+        kept.stop.set()
+        await serving
+
+
+async def test_without_a_directory_that_they_read_the_service_says_so(context: Context) -> None:
+    settings = context.config.engine.model_copy(update={"kind": "vllm"})
+    nowhere = replace(context, config=context.config.model_copy(update={"engine": settings}))
+    with pytest.raises(ValueError, match=r"engine\.weights_dir is empty"):
+        await engine.serve(nowhere)

@@ -23,6 +23,7 @@ from schemas.config import Broker
 from schemas.facts import SequenceFailed, SequenceFinished, SequenceOpened
 from schemas.names import attempt_id
 from services import agent_loop, harness
+from services.agent_loop import host as hosts
 from services.process import Context
 from tests.integration.test_harness_trials import act
 from tests.rollout_stage import KEY, Stage, by_expression, staged
@@ -121,7 +122,7 @@ async def test_attempts_whose_hosts_were_lost_are_bounded_by_the_log(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And fail the sequence only when the last of them can come to nothing any more."""
-    monkeypatch.setattr(agent_loop, "GRACE_S", 0.2)
+    monkeypatch.setattr(hosts, "GRACE_S", 0.2)
     s = stage(max_attempts=2)
     sequence = await s.dispatch("calc")
     for number in (1, 2):
@@ -145,7 +146,7 @@ async def test_an_engine_that_stays_old_fails_the_sequence_by_name(stage: Callab
 async def test_no_verdict_within_the_budget_is_infra(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_loop, "GRACE_S", 0.2)
+    monkeypatch.setattr(hosts, "GRACE_S", 0.2)
     s = stage(trial_budget_s=0.5, max_attempts=1)
     async with s.running((agent_loop.serve, "")):
         failed = await s.outcome("calc", await s.dispatch("calc"))
@@ -185,7 +186,7 @@ async def test_what_is_decided_is_not_run_again(stage: Callable[..., Stage]) -> 
     work = await s.log.work("again", "sequence.dispatched", ack_wait_s=5)
     (delivery,) = await work.fetch(1, 5)
     prompts = len(s.engine.prompts)
-    host = agent_loop.Host(
+    host = hosts.Host(
         Context(s.config, "x", s.log, s.store, asyncio.Event(), logging.getLogger("packtrain.test")),
         "al-x",
         "http://x",
@@ -230,4 +231,4 @@ async def test_one_tenant_asks_the_engines_version_for_all_that_wait(stage: Call
             began, asked = time.monotonic(), s.engine.version_asked
             while s.engine.version_asked < asked + 20:
                 await asyncio.sleep(0.01)
-        assert time.monotonic() - began > 10 * agent_loop._VERSION_POLL_S
+        assert time.monotonic() - began > 10 * hosts._VERSION_POLL_S

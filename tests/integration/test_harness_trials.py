@@ -11,7 +11,7 @@ import pytest
 from pipeline.capture.secret import session_url
 from pipeline.capture.server import Capture
 from pipeline.capture.session import Session
-from pipeline.engines.client import EngineUnavailable
+from pipeline.engines.base import EngineUnavailable
 from pipeline.harnesses.base import InfraFailure, Trial, UnknownHarness, Verdict, resolve
 from pipeline.harnesses.blocking import on_thread
 from pipeline.harnesses.environments.arithmetic import Arithmetic

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.log import Log
 from pipeline.store import ObjectStore
+from pipeline.store.payload import read_columns
 from schemas.config import Broker
 from schemas.facts import SequenceFailed, SequenceFinished, SequenceVerified
 from services import agent_loop, harness
@@ -78,6 +79,55 @@ async def test_a_killed_agent_loop_host_costs_an_attempt_not_the_sequence(
         victim.wait()
     assert isinstance(finished, SequenceFinished), finished
     assert (finished.attempt, finished.reward) == (2, 1.0)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_an_agents_work_outlives_the_host_that_captured_it(
+    stage: Callable[..., Stage], tmp_path: Path, how: signal.Signals
+) -> None:
+    s = stage()
+    s.engine.script = by_expression
+    victim = spawn(write_config(s.config, tmp_path), "agent-loop")
+    try:
+        async with s.running((harness.serve, "tools")):
+            sequence = await s.dispatch("awaited")
+            async with asyncio.timeout(30):
+                while not (tmp_path / "verifying").exists():
+                    await asyncio.sleep(0.02)
+            victim.send_signal(how)
+            await asyncio.to_thread(victim.wait, 10)
+            sampled = [token for generation in s.engine.generations for token in generation.token_ids]
+            async with s.running((agent_loop.serve, "")):
+                (tmp_path / "verifying.go").touch()
+                finished = await s.outcome("awaited", sequence)
+    finally:
+        victim.kill()
+        victim.wait()
+    assert isinstance(finished, SequenceFinished), finished
+    assert (finished.attempt, finished.reward, finished.turns) == (1, 1.0, 2)
+    columns = await read_columns(s.store, finished.payload, ["tokens", "loss_mask", "logprobs"])
+    trained = columns["loss_mask"] == 1
+    assert columns["tokens"][trained].tolist() == sampled
+    assert columns["logprobs"][trained].tolist() == [p for g in s.engine.generations for p in g.logprobs]
+    assert list((tmp_path / "journal").iterdir()) == []
+
+
+async def test_a_sequence_that_fails_keeps_the_tokens_of_its_last_attempt(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    s = stage(max_attempts=1, trial_budget_s=2.0)
+    s.engine.script = by_expression
+    async with s.running((agent_loop.serve, ""), (harness.serve, "tools")):
+        sequence = await s.dispatch("awaited")
+        failed = await s.outcome("awaited", sequence)
+        (tmp_path / "verifying.go").touch()
+    assert isinstance(failed, SequenceFailed), failed
+    assert failed.failure.reason == "harness_timeout"
+    assert failed.payload is not None
+    columns = await read_columns(s.store, failed.payload, ["tokens", "loss_mask"])
+    sampled = [token for generation in s.engine.generations for token in generation.token_ids]
+    assert columns["tokens"][columns["loss_mask"] == 1].tolist() == sampled
+    assert sum(context.generated for context in failed.contexts) == len(sampled)
 
 
 async def test_a_harness_host_told_to_stop_hands_back_at_once(

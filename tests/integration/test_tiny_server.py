@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +14,8 @@ import aiohttp
 import pytest
 import torch
 
-from pipeline.engines.client import EngineClient, EngineRefused, EngineUnavailable
+from pipeline.engines.base import EngineRefused, EngineUnavailable
+from pipeline.engines.client import EngineClient
 from pipeline.engines.tiny.engine import EngineDead, TinyEngine
 from pipeline.engines.tiny.model import load_model, save_policy, weights_to_bytes
 from pipeline.engines.tiny.server import create_app, serve
@@ -48,12 +51,63 @@ async def test_generation_has_vllms_shape(running: Running):
     }
     status, answer = await running.post("/inference/v1/generate", json=body)
     assert status == 200
-    assert answer["request_id"] == "abc"
+    assert answer["request_id"] == "generate-tokens-abc"
     (choice,) = answer["choices"]
     assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 5
     assert [c["token_id"] for c in choice["logprobs"]["content"]] == choice["token_ids"]
     assert choice["finish_reason"] == "length"
     assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
+
+
+async def test_a_stream_has_vllms_shape(running: Running):
+    body = {
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 40, "seed": 1},
+        "request_id": "abc",
+        "stream": True,
+    }
+    async with running.http.post("/inference/v1/generate", json=body) as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        events = (await response.text()).split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    answers = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert {a["request_id"] for a in answers} == {"generate-tokens-abc"}
+    choices = [a["choices"][0] for a in answers]
+    assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["length"]
+    _, whole = await running.post("/inference/v1/generate", json=body | {"stream": False})
+    tokens = whole["choices"][0]["token_ids"]
+    assert [t for c in choices for t in c["token_ids"]] == tokens
+    entries = [entry for c in choices for entry in c["logprobs"]["content"]]
+    assert entries == whole["choices"][0]["logprobs"]["content"]
+    # More than vLLM says: the versions so far, with every event.
+    ends = list(itertools.accumulate(len(c["token_ids"]) for c in choices))
+    assert [c["weight_versions"] for c in choices] == [
+        [{"version": "0", "start": 0, "end": end}] for end in ends
+    ]
+
+
+async def test_a_stream_whose_client_vanished_leaves_the_batch(running: Running):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1900}, "stream": True}
+    async with running.http.post("/inference/v1/generate", json=body) as response:
+        await response.content.readuntil(b"\n\n")
+        response.close()
+    await until(lambda: not running.engine.scheduler.running)
+    assert running.engine.counters.sampled_tokens < 1900
+    assert running.engine.scheduler.free_blocks == 2048
+
+
+async def test_prompt_log_probabilities_have_vllms_shape(running: Running):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2}}
+    status, answer = await running.post("/inference/v1/generate", json=body)
+    assert status == 200
+    none, *entries = answer["prompt_logprobs"]
+    assert none is None
+    assert [next(iter(entry)) for entry in entries] == [str(t) for t in PROMPT[1:]]
+    for entry in entries:
+        ranks = {value.get("rank"): value["logprob"] for value in entry.values()}
+        assert ranks[1] >= ranks[2]
+        assert len(entry) in (2, 3)
+    assert len(answer["choices"][0]["token_ids"]) == 1
 
 
 async def test_stop_token_ends_the_turn_and_is_part_of_it(running: Running):
@@ -79,7 +133,9 @@ async def test_stop_token_ends_the_turn_and_is_part_of_it(running: Running):
         ({"token_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
         ({"token_ids": [1], "sampling_params": {"n": 2}}, "n=2"),
         ({"token_ids": [1], "sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
-        ({"token_ids": [1], "stream": True}, "stream"),
+        ({"token_ids": [1], "stream": True, "sampling_params": {"prompt_logprobs": 1}}, "stream"),
+        ({"token_ids": [1], "sampling_params": {"prompt_logprobs": 21}}, "prompt_logprobs"),
+        ({"token_ids": [1], "content_parts": [{"type": "image_url", "url": "data:,"}]}, "images"),
         ({"token_ids": "abc"}, "token_ids"),
         ({"token_ids": [True]}, "token_ids"),
         ({}, "token_ids"),
@@ -213,7 +269,11 @@ async def test_pause_keep_freezes_and_resumes_the_same_generation(running: Runni
     undisturbed = await running.client.generate(PROMPT, SamplingParams(max_tokens=600, seed=5), "r", "s")
     task = running.start(600, seed=5)
     await until(lambda: sampled(running.engine) >= 20)
+    async with running.http.get("/is_paused") as response:
+        assert await response.json() == {"is_paused": False}
     await running.engine.pause("keep")
+    async with running.http.get("/is_paused") as response:
+        assert await response.json() == {"is_paused": True}
     frozen = sampled(running.engine)
     joined = running.start(3)
     await until(lambda: len(running.engine.scheduler.waiting) == 1)

@@ -18,7 +18,7 @@ from schemas.config import Broker
 from schemas.facts import Failure, SampleCompleted, SampleGraded, SequenceFailed
 from schemas.names import BadName
 from services import grader
-from services.agent_loop import Host
+from services.agent_loop.host import Host
 from services.process import Context
 from tests.integration.test_dead_letters import DEMO
 from tests.log_parts import CHECKED, completed, dispatched, until

@@ -30,3 +30,16 @@ def test_every_option_and_service_is_described() -> None:
 def test_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    named = [
+        (page.name, file, test)
+        for page in PAGES
+        for file, test in re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", page.read_text())
+    ]
+    assert named
+    missing = [
+        one for one in named if not re.search(rf"def {one[2]}\(", (ROOT / "tests" / one[1]).read_text())
+    ]
+    assert missing == []

@@ -9,32 +9,21 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from pipeline.capture.messages import Message, Tool, ToolCall
-from pipeline.capture.renderer import ChatMLRenderer, TemplateError
+from pipeline.capture.call import ToolChoice
+from pipeline.capture.dialogue import Dialogue
+from pipeline.capture.messages import Image, Message, ParsedTurn, Tool, ToolCall
+from pipeline.capture.renderers.base import TemplateError
+from pipeline.capture.renderers.chatml import ChatMLRenderer
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.policies import TINY, policy_dir
-
-
-def byte_level(specials: list[str]) -> PolicyTokenizer:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["user\nassistant\nsystem\ntool\n"], trainer)
-    return PolicyTokenizer(backend)
-
+from tests.renderer_parts import CALL_MARKS, IM, THINK_MARKS, VISION_MARKS, byte_level
 
 # One policy knows tool-call tokens, the other spells them as text, as SmolLM2 does.
 RENDERERS = {
     "tokens": ChatMLRenderer(PolicyTokenizer.load(policy_dir(TINY))),
-    "text": ChatMLRenderer(byte_level(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])),
+    "text": ChatMLRenderer(byte_level(IM)),
 }
 CALCULATOR = Tool(
     "calculator", "Evaluates.", {"type": "object", "properties": {"expression": {"type": "string"}}}
@@ -85,11 +74,11 @@ def test_a_dialogue_has_exactly_its_own_turns_whatever_the_text(turns):
 def test_a_sampled_turn_is_closed_as_the_template_renders_it(text: str):
     for renderer in RENDERERS.values():
         sampled = sampled_part(renderer, Message("assistant", text))
-        assert renderer.generation_prompt() + sampled + renderer.close_turn(sampled) == renderer.render(
+        assert renderer.generation_prompt() + sampled + renderer.tail(sampled) == renderer.render(
             Message("assistant", text)
         )
         cut = sampled[:-1]
-        assert renderer.generation_prompt() + cut + renderer.close_turn(cut) == renderer.render(
+        assert renderer.generation_prompt() + cut + renderer.tail(cut) == renderer.render(
             Message("assistant", text)
         )
 
@@ -189,9 +178,6 @@ def test_preamble_holds_system_text_and_every_tool(renderer: ChatMLRenderer):
     assert text.startswith("system\nBe brief.\nTools:\n")
     assert json.loads(text.split("\n")[3])["parameters"] == CALCULATOR.parameters
     assert ("To call a tool" in text) == (renderer.tokenizer.special("<tool_call>") is None)
-    assert renderer.preamble((CALCULATOR,), "Be brief.") == renderer.render(
-        Message("system", "Be brief."), (CALCULATOR,)
-    )
 
 
 def test_preamble_without_tools_is_the_system_turn_or_nothing(renderer: ChatMLRenderer):
@@ -199,9 +185,80 @@ def test_preamble_without_tools_is_the_system_turn_or_nothing(renderer: ChatMLRe
     assert renderer.preamble((), "s") == renderer.render(Message("system", "s"))
 
 
-def test_tools_outside_the_system_turn_are_refused(renderer: ChatMLRenderer):
-    with pytest.raises(ValueError, match="role 'user'"):
-        renderer.render(Message("user", "x"), (CALCULATOR,))
+def test_steps_are_the_preamble_and_the_turns(renderer: ChatMLRenderer):
+    call = ToolCall("c", "calculator", '{"expression": "1 + 1"}')
+    messages = (
+        Message("system", "Be brief."),
+        Message("user", "1 + 1?"),
+        Message("assistant", "", (call,)),
+        Message("tool", "2", tool_call_id="c"),
+        Message("tool", "3", tool_call_id="d"),
+        Message("assistant", "2"),
+    )
+    steps = renderer.steps(Dialogue(messages, (CALCULATOR,)), 0)
+    one, two = (renderer.render(message) for message in messages[3:5])
+    assert steps[0] == renderer.preamble((CALCULATOR,), "Be brief.")
+    assert steps[3] == one + two
+    assert [steps[1], steps[2], steps[4]] == [renderer.render(messages[i]) for i in (1, 2, 5)]
+    for first in range(1, 6):
+        assert renderer.steps(Dialogue(messages, (CALCULATOR,)), first) == steps[first:]
+    assert renderer.steps(Dialogue(messages[1:2]), 0) == [[], renderer.render(messages[1])]
+
+
+def test_a_forced_choice_is_an_opening_that_the_turn_goes_on_from(renderer: ChatMLRenderer):
+    prompt, opening = renderer.lead(ToolChoice("required", "calculator"))
+    assert prompt == renderer.generation_prompt()
+    parser = renderer.parser(opening, parallel=False)
+    assert parser.feed(
+        spelled(renderer, ' {"expression": "1"}}')[len(spelled(renderer, "", close=False)) :]
+    ).keep
+    assert parser.finish()[1] == ParsedTurn("", (ToolCall("", "calculator", '{"expression": "1"}'),), 0)
+    assert renderer.lead(ToolChoice("required"))[1] == spelled(renderer, "", close=False)
+    for free in (ToolChoice(), ToolChoice("none")):
+        assert renderer.lead(free) == (prompt, [])
+
+
+def test_a_result_that_is_an_error_says_so_once(renderer: ChatMLRenderer):
+    def told(content: str) -> str:
+        ids = renderer.render(Message("tool", content, tool_call_id="c", is_error=True))
+        return renderer.tokenizer.decode(ids, keep_special=False)
+
+    assert told("no such file") == "tool\nError:\nno such file\n"
+    assert told("Error: no such file") == "tool\nError: no such file\n"
+    assert told("") == "tool\nError:\n"
+
+
+IMAGE = Image("0" * 64, "image/png", b"")
+
+
+def test_an_image_is_one_pad_between_its_marks():
+    renderer = ChatMLRenderer(byte_level((*IM, *CALL_MARKS, *VISION_MARKS)))
+    assert renderer.images
+    for content in (("look: ", IMAGE, "well?"), (IMAGE,)):
+        ids = renderer.render(Message("user", content))
+        text = "".join(part if isinstance(part, str) else "".join(VISION_MARKS) for part in content)
+        assert renderer.tokenizer.decode(ids, keep_special=True) == f"<|im_start|>user\n{text}<|im_end|>\n"
+        assert ids.count(renderer.tokenizer.specials["<|image_pad|>"]) == 1
+    failed = renderer.render(Message("tool", (IMAGE,), tool_call_id="c", is_error=True))
+    assert "tool\nError:\n<|vision_start|>" in renderer.tokenizer.decode(failed, keep_special=True)
+
+
+def test_an_image_without_a_token_for_it_is_refused(renderer: ChatMLRenderer):
+    assert not renderer.images
+    with pytest.raises(ValueError, match="no tokens for images"):
+        renderer.render(Message("user", ("look", IMAGE)))
+    with pytest.raises(ValueError, match="system text holds an image"):
+        renderer.steps(Dialogue((Message("system", (IMAGE,)),)), 0)
+
+
+def test_reasoning_is_written_where_the_vocabulary_has_its_marks_and_read_back(renderer: ChatMLRenderer):
+    thinker = ChatMLRenderer(byte_level((*IM, *CALL_MARKS, *THINK_MARKS)))
+    message = Message("assistant", "15", reasoning="12 + 3\n\nis easy")
+    parsed = thinker.parse(sampled_part(thinker, message))
+    assert parsed == ParsedTurn("15", (), 0, "12 + 3\n\nis easy")
+    assert renderer.render(message) == renderer.render(Message("assistant", "15"))
+    plain = ChatMLRenderer(byte_level((*IM, *CALL_MARKS, *THINK_MARKS)), thinks=False)
+    assert plain.parse(sampled_part(thinker, message)).reasoning == ""
 
 
 def test_a_lone_surrogate_is_refused_by_position():
@@ -211,7 +268,7 @@ def test_a_lone_surrogate_is_refused_by_position():
 
 def test_a_tokenizer_without_chatml_tokens_is_refused_by_name():
     with pytest.raises(TemplateError, match=re.escape("no special token <|im_end|>")):
-        ChatMLRenderer(byte_level(["<|im_start|>"]))
+        ChatMLRenderer(byte_level(IM[:1]))
 
 
 def test_a_tokenizer_that_loses_text_is_refused():

@@ -12,7 +12,7 @@ import pytest
 import reasoning_gym
 import torch
 
-from pipeline.capture.renderer import ChatMLRenderer
+from pipeline.capture.renderers.chatml import ChatMLRenderer
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.policies import TINY, policy_dir
 from pipeline.engines.tiny.model import load_model, load_policy

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.engines.tiny.scheduler import Sampled, Scheduler, Sequence, version_spans
+from pipeline.engines.tiny.scheduler import Sampled, Scheduler, Sequence
 from pipeline.engines.wire import SamplingParams
 
 STOP = 9
@@ -101,10 +99,3 @@ def test_blocks_are_owned_once_and_all_come_back(requests, max_running, blocks, 
     assert admitted == everything
     assert all(s.finish_reason for s in everything)
     assert scheduler.free_blocks == blocks - 1
-
-
-@given(st.lists(st.integers(0, 3)))
-def test_version_spans_say_the_same_as_the_list(versions: list[int]):
-    spans = version_spans(versions)
-    assert [v for version, start, end in spans for v in [version] * (end - start)] == versions
-    assert all(a[0] != b[0] and a[2] == b[1] for a, b in itertools.pairwise(spans))

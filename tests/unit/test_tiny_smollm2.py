@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.capture.messages import Message
-from pipeline.capture.renderer import ChatMLRenderer
+from pipeline.capture.renderers.chatml import ChatMLRenderer
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.tiny.engine import TinyEngine
 from pipeline.engines.tiny.smollm2 import PackageMissing, halves_from_pairs, smollm2_policy

@@ -9,9 +9,10 @@ it never answers with guessed tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -80,6 +81,7 @@ class TinyEngine:
         self._runner = ModelRunner(config, state, blocks, block_size)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._ends: dict[Sequence, asyncio.Future[None]] = {}
+        self._grown: dict[Sequence, asyncio.Event] = {}
         self._wake = asyncio.Event()
         self._between_steps = asyncio.Lock()
         self._paused: PauseMode | None = None
@@ -134,28 +136,49 @@ class TinyEngine:
 
         A caller that is cancelled takes its request out of the batch. Raises RequestRefused, EnginePaused or EngineDead.
         """
-        if not self.healthy:
-            why = "is not running" if self._failure is None else f"stopped after {self._failure!r}"
-            raise EngineDead(f"the engine {why}") from self._failure
-        sequence = self._checked(token_ids, params)
-        if self._paused in ("abort", "wait"):
-            raise EnginePaused(f"the engine is paused (mode {self._paused}): retry after it resumes")
-        try:
-            self.scheduler.add(sequence)
-        except ValueError as error:
-            raise RequestRefused(str(error)) from error
-        self.counters.requests += 1
-        self.counters.prompt_tokens += len(sequence.prompt)
-        ended = self._ends[sequence] = asyncio.get_running_loop().create_future()
-        self._wake.set()
+        sequence, ended = self._queue(token_ids, params)
         try:
             await ended
         finally:
-            self._ends.pop(sequence, None)
-            # Not ended means that the caller was cancelled; the driver reaps it before the next step.
-            self.scheduler.abort(sequence)
-            self._wake.set()
+            self._leave(sequence)
         return sequence
+
+    @asynccontextmanager
+    async def streaming(
+        self, token_ids: Ids[int], params: SamplingParams
+    ) -> AsyncGenerator[AsyncGenerator[Sequence, None], None]:
+        """As `generate`, but gives the growing sequence whenever it has grown, and at its end. Leaving the context takes
+        the request out of the batch. Raises RequestRefused and EnginePaused on entry, EngineDead also later."""
+        sequence, ended = self._queue(token_ids, params)
+        grown = self._grown[sequence] = asyncio.Event()
+
+        async def growing() -> AsyncGenerator[Sequence, None]:
+            while not ended.done():
+                await grown.wait()
+                grown.clear()
+                if not ended.done():
+                    yield sequence
+            ended.result()
+            yield sequence
+
+        try:
+            yield growing()
+        finally:
+            self._leave(sequence)
+
+    async def score(
+        self, token_ids: Ids[int], top_k: int
+    ) -> tuple[Ids[float], Ids[Ids[int]], Ids[Ids[float]]]:
+        """Of tokens 1 to T-1, given those before: their log-probabilities [T-1], the ids [T-1, k] and log-probabilities
+        [T-1, k] of the likeliest, falling; at temperature 1 over the whole vocabulary. Raises RequestRefused, EngineDead.
+        """
+        self._alive()
+        if (reason := self._misplaced(token_ids)) is not None:
+            raise RequestRefused(reason)
+        async with self._between_steps:
+            return await self._on_thread(
+                self._runner.score, tuple(token_ids), min(top_k, self.config.vocab_size)
+            )
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop stepping. ``abort`` ends requests with what they have; ``wait`` lets them finish; ``keep`` freezes them.
@@ -206,23 +229,55 @@ class TinyEngine:
         async with self._between_steps:
             self._runner.version = version
 
-    def _checked(self, token_ids: Ids[int], params: SamplingParams) -> Sequence:
-        vocab, room = self.config.vocab_size, self.max_context - len(token_ids)
-        reason = None
+    def _alive(self) -> None:
+        if not self.healthy:
+            why = "is not running" if self._failure is None else f"stopped after {self._failure!r}"
+            raise EngineDead(f"the engine {why}") from self._failure
+
+    def _queue(self, token_ids: Ids[int], params: SamplingParams) -> tuple[Sequence, asyncio.Future[None]]:
+        self._alive()
+        sequence = self._checked(token_ids, params)
+        if self._paused in ("abort", "wait"):
+            raise EnginePaused(f"the engine is paused (mode {self._paused}): retry after it resumes")
+        try:
+            self.scheduler.add(sequence)
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(sequence.prompt)
+        ended = self._ends[sequence] = asyncio.get_running_loop().create_future()
+        self._wake.set()
+        return sequence, ended
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._ends.pop(sequence, None)
+        self._grown.pop(sequence, None)
+        # Not ended means that the caller has gone; the driver reaps it before the next step.
+        self.scheduler.abort(sequence)
+        self._wake.set()
+
+    def _misplaced(self, token_ids: Ids[int]) -> str | None:
+        """What is wrong with a prompt by itself."""
+        vocab = self.config.vocab_size
         if not token_ids:
-            reason = "the prompt is empty: give at least one token id"
-        elif (bad := next((t for t in token_ids if not 0 <= t < vocab), None)) is not None:
-            reason = f"token id {bad} is outside the vocabulary of {vocab}"
-        elif room < 1:
-            reason = (
+            return "the prompt is empty: give at least one token id"
+        if (bad := next((t for t in token_ids if not 0 <= t < vocab), None)) is not None:
+            return f"token id {bad} is outside the vocabulary of {vocab}"
+        if len(token_ids) >= self.max_context:
+            return (
                 f"the prompt has {len(token_ids)} tokens, the context {self.max_context}: no room to sample"
             )
-        elif params.max_tokens is not None and params.max_tokens > room:
+        return None
+
+    def _checked(self, token_ids: Ids[int], params: SamplingParams) -> Sequence:
+        room = self.max_context - len(token_ids)
+        reason = self._misplaced(token_ids)
+        if reason is None and params.max_tokens is not None and params.max_tokens > room:
             reason = (
                 f"max_tokens {params.max_tokens} after a prompt of {len(token_ids)} tokens exceeds the context of "
                 f"{self.max_context} tokens: ask for at most {room}"
             )
-        elif gaps := params.distribution_gaps():
+        if reason is None and (gaps := params.distribution_gaps()):
             reason = f"sampling parameters that this engine does not implement: {', '.join(gaps)}"
         if reason is not None:
             raise RequestRefused(reason)
@@ -247,6 +302,8 @@ class TinyEngine:
             for ended in self._ends.values():
                 if not ended.done():
                     ended.set_exception(EngineDead(f"a model step failed: {error!r}"))
+            for grown in self._grown.values():
+                grown.set()
 
     async def _advance(self) -> bool:
         """Admit, then one prefill or decode step. False when there is nothing to do."""
@@ -262,6 +319,8 @@ class TinyEngine:
         for sequence, one in zip(batch, sampled, strict=True):
             if self.scheduler.record(sequence, one, version):
                 self._answer(sequence)
+            elif (grown := self._grown.get(sequence)) is not None:
+                grown.set()
         self.scheduler.reap()
         return True
 
@@ -275,6 +334,8 @@ class TinyEngine:
         ended = self._ends.get(sequence)
         if ended is not None and not ended.done():
             ended.set_result(None)
+        if (grown := self._grown.get(sequence)) is not None:
+            grown.set()
 
     async def _on_thread(self, call: Callable[..., T], *arguments: object) -> T:
         """Run on the model's thread. A caller's cancellation waits for the call: the cache is never used by two."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence as Rows
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -101,6 +102,22 @@ class ModelRunner:
             Sampled(int(token), float(logprob), np.flatnonzero(mask).tolist() if restricted(p) else [])
             for token, logprob, mask, p in zip(tokens.numpy(), chosen.numpy(), open_ids, params, strict=True)
         ]
+
+    @torch.inference_mode()
+    def score(
+        self, token_ids: tuple[int, ...], k: int
+    ) -> tuple[list[float], list[list[int]], list[list[float]]]:
+        """Of tokens 1 to T-1, given those before: log-probabilities [T-1], ids and log-probabilities [T-1, k] of the
+        likeliest. Temperature 1; the cache is left alone. Its logits take 4 * T * vocabulary bytes."""
+        tokens = torch.tensor([token_ids])
+        logprobs = torch.log_softmax(self._model(tokens)[0, :-1], dim=-1)
+        own = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+        top = logprobs.topk(k, dim=-1)
+        return (
+            cast("list[float]", own.tolist()),  # pyright: ignore[reportUnknownMemberType]
+            cast("list[list[int]]", top.indices.tolist()),  # pyright: ignore[reportUnknownMemberType]
+            cast("list[list[float]]", top.values.tolist()),  # pyright: ignore[reportUnknownMemberType]
+        )
 
     def _forward(self, batch: Rows[Sequence], done: list[int], fresh: list[tuple[int, ...]]) -> Tensor:
         width = max(map(len, fresh))

@@ -133,14 +133,3 @@ class Scheduler:
                 self._free.extend(sequence.blocks)
                 sequence.blocks = []
         return ended
-
-
-def version_spans(versions: list[int]) -> list[tuple[int, int, int]]:
-    """Runs of equal versions as (version, start, end) over the output tokens."""
-    spans: list[tuple[int, int, int]] = []
-    for i, version in enumerate(versions):
-        if spans and spans[-1][0] == version:
-            spans[-1] = (version, spans[-1][1], i + 1)
-        else:
-            spans.append((version, i, i + 1))
-    return spans

@@ -10,28 +10,20 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import cast, get_args
 
+import orjson
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import ValidationError
 
+from pipeline.engines.tiny import answers
 from pipeline.engines.tiny.engine import EngineDead, EnginePaused, RequestRefused, TinyEngine
 from pipeline.engines.tiny.runner import WeightsRefused
-from pipeline.engines.tiny.scheduler import Sequence, version_spans
-from pipeline.engines.wire import (
-    Choice,
-    GenerateRequest,
-    GenerateResponse,
-    Logprobs,
-    PauseMode,
-    TokenLogprob,
-    VersionSpan,
-    error_body,
-)
+from pipeline.engines.wire import GenerateRequest, PauseMode, error_body
 
 RETRY_AFTER_S = 1
 SHUTDOWN_S = 2.0
@@ -88,16 +80,24 @@ def create_app(engine: TinyEngine, token: str | None = None, model_name: str = "
     registry = CollectorRegistry()
     registry.register(_EngineMetrics(engine))
 
-    async def generate(request: web.Request) -> web.Response:
+    async def generate(request: web.Request) -> web.StreamResponse:
         body = GenerateRequest.model_validate_json(await request.read())
+        params = body.sampling_params
+        if body.content_parts:
+            raise RequestRefused("content_parts: this engine's policies see no images")
+        if body.stream and params.prompt_logprobs is not None:
+            raise RequestRefused("prompt_logprobs are not streamed: send stream=false")
+        engine.counters.unknown_fields += len(body.unknown_fields()) + len(params.unknown_fields())
+        # As vLLM names it.
+        name = f"generate-tokens-{body.request_id or uuid.uuid4().hex}"
         if body.stream:
-            raise RequestRefused("stream=true is not implemented by this engine: send stream=false")
-        engine.counters.unknown_fields += len(body.unknown_fields()) + len(
-            body.sampling_params.unknown_fields()
-        )
-        sequence = await engine.generate(body.token_ids, body.sampling_params)
-        answer = GenerateResponse(request_id=body.request_id or uuid.uuid4().hex, choices=[_choice(sequence)])
-        return web.Response(body=answer.model_dump_json(exclude_none=True), content_type="application/json")
+            return await _streamed(request, engine, body, name)
+        answer: dict[str, object] = {"request_id": name}
+        if params.prompt_logprobs is not None:
+            scored = await engine.score(body.token_ids, params.prompt_logprobs)
+            answer["prompt_logprobs"] = answers.prompt_logprobs(body.token_ids, scored)
+        answer["choices"] = [answers.whole(await engine.generate(body.token_ids, params))]
+        return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
     async def health(_: web.Request) -> web.Response:
         return web.Response(status=200 if engine.healthy else 503)
@@ -109,6 +109,9 @@ def create_app(engine: TinyEngine, token: str | None = None, model_name: str = "
     async def resume(_: web.Request) -> web.Response:
         await engine.resume()
         return web.json_response({"status": "resumed"})
+
+    async def is_paused(_: web.Request) -> web.Response:
+        return web.json_response({"is_paused": engine.paused is not None})
 
     async def update_weights(request: web.Request) -> web.Response:
         version, mode = _version(request.query.get("version", "")), _mode(request, "keep")
@@ -141,6 +144,7 @@ def create_app(engine: TinyEngine, token: str | None = None, model_name: str = "
     app.router.add_get("/health", health)
     app.router.add_post("/pause", pause)
     app.router.add_post("/resume", resume)
+    app.router.add_get("/is_paused", is_paused)
     app.router.add_post("/update_weights", update_weights)
     app.router.add_post("/update_weight_version", update_weight_version)
     app.router.add_get("/weight_version", weight_version)
@@ -178,22 +182,27 @@ async def serve(app: web.Application, host: str, port: int, token: str | None) -
     return runner, cast("tuple[str, int]", runner.addresses[0])[1]
 
 
-def _choice(sequence: Sequence) -> Choice:
-    # JSON has no -inf or NaN; a sampled token's log-probability is finite (``sampling.draw``), so none needs replacing.
-    content = [
-        TokenLogprob(logprob=p, token_id=t) for p, t in zip(sequence.logprobs, sequence.output, strict=True)
-    ]
-    stopped = sequence.finish_reason == "stop"
-    return Choice(
-        token_ids=sequence.output,
-        finish_reason=sequence.finish_reason,
-        stop_reason=sequence.output[-1] if stopped else None,
-        logprobs=None if sequence.params.logprobs is None else Logprobs(content=content),
-        weight_versions=[
-            VersionSpan(version=str(v), start=a, end=b) for v, a, b in version_spans(sequence.versions)
-        ],
-        sampling_mask=sequence.candidates if any(sequence.candidates) else None,
-    )
+async def _streamed(
+    request: web.Request, engine: TinyEngine, body: GenerateRequest, name: str
+) -> web.StreamResponse:
+    """An event a model step; what goes wrong after the first byte is an event too."""
+    async with engine.streaming(body.token_ids, body.sampling_params) as growing:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        stream = None
+        try:
+            async for sequence in growing:
+                stream = stream or answers.Stream(sequence)
+                await _event(response, {"request_id": name, "choices": [stream.new()]})
+        except EngineDead as error:
+            await _event(response, error_body(str(error), "engine_dead", 500))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+async def _event(response: web.StreamResponse, event: Mapping[str, object]) -> None:
+    await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
 
 
 def _mode(request: web.Request, default: PauseMode) -> PauseMode:
@@ -250,7 +259,9 @@ def _authorized(token: str | None):
             and request.path not in _OPEN_PATHS
             and not hmac.compare_digest(given, expected)
         ):
-            return web.json_response(error_body("a valid bearer token is needed", "unauthorized"), status=401)
+            return web.json_response(
+                error_body("a valid bearer token is needed", "unauthorized", 401), status=401
+            )
         return await handler(request)
 
     return check
@@ -265,14 +276,16 @@ def _errors(engine: TinyEngine):
             engine.counters.refused += 1
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "body"
-            return web.json_response(error_body(f"{where}: {first['msg']}", "invalid_request"), status=400)
+            return web.json_response(
+                error_body(f"{where}: {first['msg']}", "invalid_request", 400), status=400
+            )
         except (RequestRefused, WeightsRefused) as error:
             engine.counters.refused += 1
-            return web.json_response(error_body(str(error), "invalid_request"), status=400)
+            return web.json_response(error_body(str(error), "invalid_request", 400), status=400)
         except EnginePaused as error:
             retry = {"Retry-After": str(RETRY_AFTER_S)}
-            return web.json_response(error_body(str(error), "engine_paused"), status=503, headers=retry)
+            return web.json_response(error_body(str(error), "engine_paused", 503), status=503, headers=retry)
         except EngineDead as error:
-            return web.json_response(error_body(str(error), "engine_dead"), status=500)
+            return web.json_response(error_body(str(error), "engine_dead", 500), status=500)
 
     return translate

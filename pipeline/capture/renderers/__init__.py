@@ -1,0 +1,1 @@
+"""Model families: dialogues to tokens, sampled tokens to text and calls."""

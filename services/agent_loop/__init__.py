@@ -1,0 +1,91 @@
+"""The agent-loop host as a service: the capture proxy, the engine behind it, and the work and verdicts in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+
+from aiohttp import web
+
+from pipeline.capture.journal import HostJournal
+from pipeline.capture.recovery import Recovery
+from pipeline.capture.renderers.choose import load_renderer
+from pipeline.capture.rules import load_rules
+from pipeline.capture.secret import load_run_key
+from pipeline.capture.server import Capture
+from pipeline.engines.client import open_engine
+from pipeline.engines.policies import policy_dir
+from pipeline.log import end_tasks, serve_work
+from pipeline.secret_file import read_secret
+from schemas.facts import SequenceDispatched
+from services.agent_loop.host import Host, max_deliver
+from services.process import Context
+
+WORK = "agent-loop"
+SHUTDOWN_S = 2.0
+"""How long requests may take to end once their sessions are closed."""
+
+
+async def serve(ctx: Context) -> None:
+    config = ctx.config
+    settings = config.agent_loop
+    run_key = load_run_key(settings.run_key_file)
+    given = config.engine
+    renderer = load_renderer(
+        policy_dir(given.policy), given.renderer, given.tool_parser, given.reasoning_parser
+    )
+    rules = {pool.name: load_rules(pool.rules) for pool in config.pools}
+    name = f"al-{ctx.index}-{secrets.token_hex(4)}"
+    token_file = config.engine.token_file
+    token = read_secret(token_file, "engine.token_file") if token_file else None
+    journal = HostJournal(settings.journal_dir, name) if settings.journal_dir else None
+    recovery = Recovery(settings.journal_dir) if settings.journal_dir else None
+    engine = open_engine(config.engine, token, settings.trial_budget_s)
+    capture = Capture(run_key, renderer, engine, config.engine.max_context)
+    runner = capture.runner(SHUTDOWN_S)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await runner.setup()
+        listening = _listen(settings.bind)
+        await web.SockSite(runner, listening).start()
+        base_url = _base_url(settings.advertise or settings.bind, listening)
+        host = Host(ctx, name, base_url, capture, engine, rules, journal, recovery)
+        work = await ctx.log.work(
+            WORK,
+            SequenceDispatched.type,
+            ack_wait_s=settings.ack_wait_s,
+            max_deliver=max_deliver(settings),
+        )
+        tasks.append(
+            asyncio.create_task(serve_work(work, settings.tenants, host.handle, ctx.stop, host.last_word))
+        )
+        tasks.append(asyncio.create_task(host.follow_verdicts()))
+        if journal is not None:
+            tasks.append(asyncio.create_task(journal.commit()))
+        # Without its verdicts the host is deaf: its end, by an error, is the service's.
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await end_tasks(tasks)
+        await runner.cleanup()
+        await engine.close()
+        if journal is not None:
+            journal.close()
+
+
+def _listen(address: str) -> socket.socket:
+    """A listening socket on a free port of the address; raises OSError that names `agent_loop.bind`."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise OSError(
+            f"agent_loop.bind {address!r}: {error.strerror or error}; use an address of this machine"
+        ) from error
+
+
+def _base_url(address: str, listening: socket.socket) -> str:
+    shown = f"[{address}]" if ":" in address else address
+    return f"http://{shown}:{listening.getsockname()[1]}"

@@ -1,0 +1,92 @@
+"""The end of a sequence: its payload in the store, then its fact in the log."""
+
+from __future__ import annotations
+
+from pipeline.capture.export import Export
+from pipeline.store import ObjectExists, StoreUnavailable
+from pipeline.store.keys import payload_key
+from pipeline.store.payload import write_payload
+from schemas.envelope import BodyTooLarge, Event
+from schemas.facts import Failure, SequenceDispatched, SequenceFailed, SequenceFinished, SequenceOpened
+from schemas.names import attempt_id
+from schemas.payload import PayloadHeader
+from services.process import Context
+
+
+class Ending:
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+
+    async def finish(
+        self, opened: Event, reward: float, termination: str, turns: int, exported: Export
+    ) -> Failure | None:
+        """Publishes `sequence.finished` of the attempt that `opened` began; why not, if the world did not let it."""
+        fact = opened.fact
+        assert isinstance(fact, SequenceOpened)
+        payload = await self._write(fact.source, fact.id(), exported)
+        if isinstance(payload, Failure):
+            return payload
+        finished = SequenceFinished(
+            source=fact.source,
+            sample=fact.sample,
+            sequence=fact.sequence,
+            attempt=fact.attempt,
+            reward=reward,
+            termination=termination,
+            turns=turns,
+            contexts=exported.contexts,
+            payload=payload,
+        )
+        try:
+            await self._ctx.log.publish(finished, opened)
+        except BodyTooLarge as error:
+            return Failure(kind="infra", reason="event_too_large", detail=str(error)[:2000])
+        return None
+
+    async def fail(
+        self,
+        cause: Event,
+        fact: SequenceDispatched,
+        attempts: int,
+        failure: Failure,
+        attempt: int,
+        exported: Export | None,
+    ) -> None:
+        """Publishes `sequence.failed`, with the tokens that the attempt had sampled when they can be kept."""
+        payload = None
+        if exported is not None and exported.contexts:
+            written = await self._write(fact.source, attempt_id(fact.sequence, attempt), exported)
+            if isinstance(written, Failure):
+                self._ctx.logger.warning(
+                    "tokens of a failed sequence are not kept: %s (%s)", written.reason, written.detail,
+                    extra={"sequence": fact.sequence},
+                )  # fmt: skip
+            else:
+                payload = written
+        failed = SequenceFailed(
+            source=fact.source,
+            sample=fact.sample,
+            sequence=fact.sequence,
+            attempts=attempts,
+            failure=failure,
+        )
+        if exported is not None and payload is not None:
+            kept = failed.model_copy(update={"contexts": exported.contexts, "payload": payload})
+            try:
+                await self._ctx.log.publish(kept, cause)
+            except BodyTooLarge as error:
+                self._ctx.logger.warning(
+                    "%s; the payload is at %s", error, payload.key, extra={"sequence": fact.sequence}
+                )
+            else:
+                return
+        await self._ctx.log.publish(failed, cause)
+
+    async def _write(self, source: str, attempt: str, exported: Export) -> PayloadHeader | Failure:
+        key = payload_key(self._ctx.run, source, attempt)
+        try:
+            return await write_payload(self._ctx.store, key, exported.columns)
+        except StoreUnavailable as error:
+            return Failure(kind="infra", reason="store_unavailable", detail=str(error)[:2000])
+        except ObjectExists as error:
+            return Failure(kind="infra", reason="payload_exists", detail=str(error)[:2000])

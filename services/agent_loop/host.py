@@ -1,0 +1,350 @@
+"""The agent-loop host: the model side of many sequences at once.
+
+Promises:
+- a sequence that has finished or failed is never run again: whatever is delivered twice, one `sequence.finished` or
+  `sequence.failed` stands;
+- an attempt ends in one verdict: the harness's, or ours when none comes within the budget (infra, `harness_timeout`);
+- an infra failure is a new attempt, up to `agent_loop.max_attempts`, then `sequence.failed`; it is never a reward. Attempts
+  are counted in the log: a delivery that came to none (the broker restarted, its host was told to stop) uses up none;
+- the payload is in the store before `sequence.finished` is in the log, and the dispatch is acknowledged after both;
+- an attempt whose host died is finished from its journal when its verdict stands; a sequence that fails keeps the tokens
+  of its last attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pipeline.capture.export import Export, export
+from pipeline.capture.journal import HostJournal
+from pipeline.capture.recovery import Recovered, Recovery
+from pipeline.capture.rules import Rules
+from pipeline.capture.server import Capture
+from pipeline.capture.session import Session
+from pipeline.engines.base import Engine, EngineUnavailable
+from pipeline.log import Delivery
+from schemas.config import AgentLoop
+from schemas.envelope import Event
+from schemas.facts import (
+    Failure,
+    SequenceDispatched,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceOpened,
+    SequenceVerified,
+)
+from schemas.names import attempt_id
+from services.agent_loop.ending import Ending
+from services.agent_loop.judge import Result, judge, judge_recovered
+from services.process import Context
+
+GRACE_S = 5.0
+"""How long after the trial's budget a verdict that was given in time may still be under way."""
+RETRY_S = 0.2
+_VERSION_POLL_S = 0.1
+_MORE_DELIVERIES = 5
+"""Deliveries that may come to no attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of a dispatched sequence: its session is open and `sequence.opened` is in the log."""
+
+    fact: SequenceDispatched
+    number: int
+    session: Session
+    opened: Event
+    verdict: asyncio.Future[SequenceVerified]
+
+
+def max_deliver(config: AgentLoop) -> int:
+    """Deliveries of a dispatch. The limit of attempts comes first where attempts are made, and says more."""
+    return config.max_attempts + _MORE_DELIVERIES
+
+
+class Verdicts:
+    """Hands each `sequence.verified` that is addressed to this host to whoever waits for it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[SequenceVerified]] = {}
+
+    def expect(self, attempt: str) -> asyncio.Future[SequenceVerified]:
+        """Resolves when the attempt's verdict arrives; `forget` it in the end."""
+        future: asyncio.Future[SequenceVerified] = asyncio.get_running_loop().create_future()
+        self._waiting[attempt] = future
+        return future
+
+    def forget(self, attempt: str) -> None:
+        self._waiting.pop(attempt, None)
+
+    def arrived(self, fact: SequenceVerified) -> None:
+        future = self._waiting.get(fact.id())
+        if future is not None and not future.done():
+            future.set_result(fact)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt that came to nothing: why, and what it had sampled."""
+
+    failure: Failure
+    attempt: int = 0
+    exported: Export | None = None
+
+
+class Host:
+    def __init__(
+        self,
+        ctx: Context,
+        name: str,
+        base_url: str,
+        capture: Capture,
+        engine: Engine,
+        rules: Mapping[str, Rules] | None = None,
+        journal: HostJournal | None = None,
+        recovery: Recovery | None = None,
+    ) -> None:
+        """`rules`: by pool."""
+        self._ctx = ctx
+        self._config = ctx.config.agent_loop
+        self._name = name
+        self._base_url = base_url
+        self._capture = capture
+        self._engine = engine
+        self._rules = rules or {}
+        self._journal = journal
+        self._recovery = recovery
+        self._ending = Ending(ctx)
+        self._verdicts = Verdicts()
+        self._version = 0
+        self._asking = asyncio.Lock()
+
+    async def follow_verdicts(self) -> None:
+        """Runs until cancelled. The host's name is new with each process, so all verdicts under it are ours."""
+        async for event in self._ctx.log.subscribe("sequence.verified", source=self._name):
+            if isinstance(event.fact, SequenceVerified):
+                self._verdicts.arrived(event.fact)
+
+    async def handle(self, delivery: Delivery) -> None:
+        """One delivery of `sequence.dispatched`."""
+        event = delivery.event
+        fact = event.fact
+        assert isinstance(fact, SequenceDispatched)
+        opened = await self._opened_before(fact)
+        if await self._decided(fact):
+            await self._forget(opened)
+            await delivery.ack()
+            return
+        lost = None
+        if opened:
+            lost = await self._collect(fact, opened[-1])
+            if lost is None:
+                await self._forget(opened)
+                await delivery.ack()
+                return
+            if len(opened) >= self._config.max_attempts:
+                if (left := _left(opened[-1])) > 0:
+                    # Its host may live, and only have been out of the broker's sight: what it finishes is not to be lost.
+                    await delivery.retry(left)
+                    return
+                await self._end(event, fact, lost)
+                await delivery.ack()
+                return
+        failed = await self._attempt(event, fact, len(opened) + 1)
+        if failed is None:
+            await self._forget(opened)
+            await delivery.ack()
+            return
+        result = failed.failure
+        self._ctx.logger.info(
+            "attempt failed: %s (%s)", result.reason, result.detail, extra={"sequence": fact.sequence}
+        )
+        opened = await self._opened_before(fact)
+        if len(opened) >= self._config.max_attempts or delivery.attempt >= max_deliver(self._config):
+            await self._end(event, fact, failed if failed.exported or lost is None else lost)
+            await delivery.ack()
+        else:
+            await delivery.retry(RETRY_S)
+
+    async def last_word(self, delivery: Delivery, reason: str) -> None:
+        """A dispatch that becomes a dead letter is a failed sequence: its group does not wait for it."""
+        event = delivery.event
+        fact = event.fact
+        assert isinstance(fact, SequenceDispatched)
+        if not await self._decided(fact):
+            await self._end(event, fact, Failed(Failure(kind="infra", reason="dead_letter", detail=reason)))
+
+    async def _decided(self, fact: SequenceDispatched) -> bool:
+        for type_ in (SequenceFinished.type, SequenceFailed.type):
+            if await self._ctx.log.last(type_, fact.scope(), fact.sequence) is not None:
+                return True
+        return False
+
+    async def _opened_before(self, fact: SequenceDispatched) -> list[Event]:
+        """`sequence.opened` of the attempts so far, in order: their numbers have no gaps."""
+        found: list[Event] = []
+        while True:
+            name = attempt_id(fact.sequence, len(found) + 1)
+            opened = await self._ctx.log.last(SequenceOpened.type, fact.pool, name)
+            if opened is None:
+                return found
+            found.append(opened)
+
+    async def _end(self, cause: Event, fact: SequenceDispatched, failed: Failed) -> None:
+        opened = await self._opened_before(fact)
+        await self._ending.fail(cause, fact, len(opened), failed.failure, failed.attempt, failed.exported)
+        await self._forget(opened)
+
+    async def _forget(self, opened: Sequence[Event]) -> None:
+        """The sequence is decided: dead hosts' journals of its attempts are needed no more."""
+        if self._recovery is not None:
+            for event in opened:
+                assert isinstance(event.fact, SequenceOpened)
+                await asyncio.to_thread(self._recovery.forget, event.fact.host, event.fact.session)
+
+    async def _collect(self, fact: SequenceDispatched, opened: Event) -> Failed | None:
+        """What became of the attempt that another host opened: None when it is finished, from its host's journal."""
+        assert isinstance(opened.fact, SequenceOpened)
+        attempt = opened.fact.attempt
+        lost = Failure(
+            kind="infra", reason="attempts_lost", detail="its hosts were lost or handed it back each time"
+        )
+        found = await self._recovered(opened.fact)
+        if found is None:
+            return Failed(lost)
+        behaviour = self._ctx.config.source(fact.source).behaviour
+        exported = export(found.tree, behaviour.exclude)
+        verdict = await self._verdict(opened, found)
+        result = judge_recovered(verdict, found, behaviour)
+        failure = result.failure
+        if failure is None:
+            failure = await self._ending.finish(
+                opened, result.reward, result.termination, found.turns, exported
+            )
+        if failure is not None:
+            self._ctx.logger.info(
+                "attempt of a lost host not finished: %s (%s)", failure.reason, failure.detail,
+                extra={"sequence": fact.sequence},
+            )  # fmt: skip
+            return Failed(lost if verdict is None else failure, attempt, exported)
+        self._ctx.logger.info("finished from a lost host's journal", extra={"sequence": fact.sequence})
+        return None
+
+    async def _recovered(self, opened: SequenceOpened) -> Recovered | None:
+        if self._recovery is None:
+            return None
+        return await asyncio.to_thread(self._recovery.session, opened.host, opened.session)
+
+    async def _verdict(self, opened: Event, found: Recovered) -> SequenceVerified | None:
+        """The attempt's verdict, once it is there: its host may have died while the agent's work was verified. An agent
+        that was still at work will miss an answer, so its verdict is not waited for."""
+        fact = opened.fact
+        assert isinstance(fact, SequenceOpened)
+        last = await self._ctx.log.last(SequenceVerified.type, fact.host, fact.id())
+        if last is None and found.finish not in (None, "tool_calls"):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, _left(opened))):
+                    async for event in self._ctx.log.subscribe(SequenceVerified.type, source=fact.host):
+                        if event.fact.id() == fact.id():
+                            last = event
+                            break
+        verdict = None if last is None else last.fact
+        return verdict if isinstance(verdict, SequenceVerified) else None
+
+    async def _attempt(self, event: Event, fact: SequenceDispatched, first: int) -> Failed | None:
+        """Runs one attempt to its `sequence.finished`; the failure if it came to none."""
+        deadline = time.monotonic() + self._config.trial_budget_s
+        if not await self._has_version(fact.min_policy_version, deadline):
+            detail = f"the engine stayed below policy version {fact.min_policy_version} for {self._config.trial_budget_s:g} s"
+            return Failed(Failure(kind="infra", reason="policy_version", detail=detail))
+        async with self._opened(event, fact, first, deadline) as attempt:
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + GRACE_S):
+                    verdict = await attempt.verdict
+            except TimeoutError:
+                verdict = None
+            session = attempt.session
+            owed = session.owed
+            await self._capture.close(session)
+            malformed = session.last is not None and session.last.malformed > 0
+            result = judge(verdict, turns=session.turns, owed=owed, malformed=malformed)
+            exported = session.export()
+            failure = result.failure or await self._finish(attempt, result, exported)
+            # Decided, or to be tried anew by this very host: a host that dies before this leaves its journal.
+            if self._journal is not None:
+                self._journal.forget(session.id)
+            return None if failure is None else Failed(failure, attempt.number, exported)
+
+    async def _has_version(self, wanted: int, deadline: float) -> bool:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                while self._version < wanted:
+                    # One tenant asks for all that wait.
+                    async with self._asking:
+                        if self._version < wanted:
+                            await self._ask_version(wanted)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _ask_version(self, wanted: int) -> None:
+        try:
+            self._version = await self._engine.version()
+        except EngineUnavailable as error:
+            self._ctx.logger.info("waiting for the engine: %s", error)
+        if self._version < wanted:
+            await asyncio.sleep(_VERSION_POLL_S)
+
+    @contextlib.asynccontextmanager
+    async def _opened(
+        self, event: Event, fact: SequenceDispatched, first: int, deadline: float
+    ) -> AsyncIterator[Attempt]:
+        """The session and its `sequence.opened`, under the first number from `first` on that nobody takes before."""
+        behaviour = self._ctx.config.source(fact.source).behaviour
+        number = first
+        while True:
+            name = attempt_id(fact.sequence, number)
+            rules = self._rules.get(fact.pool, Rules())
+            session = self._capture.open(name, behaviour, rules, deadline=deadline, journal=self._journal)
+            # Before it is published: a quick verdict may come before the broker's acknowledgement.
+            verdict = self._verdicts.expect(name)
+            try:
+                opened = SequenceOpened(
+                    source=fact.source,
+                    sample=fact.sample,
+                    sequence=fact.sequence,
+                    attempt=number,
+                    pool=fact.pool,
+                    task_index=fact.task_index,
+                    host=self._name,
+                    base_url=self._base_url,
+                    session=name,
+                    budget_s=max(0.001, deadline - time.monotonic()),
+                )
+                published = await self._ctx.log.publish(opened, event)
+                if published.won:
+                    yield Attempt(fact, number, session, published.event, verdict)
+                    return
+            finally:
+                self._verdicts.forget(name)
+                await self._capture.close(session)
+            number += 1
+
+    async def _finish(self, attempt: Attempt, result: Result, exported: Export) -> Failure | None:
+        if exported.excluded:
+            self._ctx.logger.info(
+                "left out of training: %s", exported.excluded, extra={"sequence": attempt.fact.sequence}
+            )
+        turns = attempt.session.turns
+        return await self._ending.finish(attempt.opened, result.reward, result.termination, turns, exported)
+
+
+def _left(opened: Event) -> float:
+    """Seconds within which the attempt's host, if it lives, comes to a result."""
+    assert isinstance(opened.fact, SequenceOpened)
+    return opened.fact.budget_s + GRACE_S - (datetime.now(UTC) - opened.time).total_seconds()
