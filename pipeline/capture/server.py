@@ -34,6 +34,7 @@ from pipeline.capture.dialects.responses import Responses
 from pipeline.capture.http_body import read_body, refuse_dense
 from pipeline.capture.http_errors import RETRY_AFTER_S, Refused, Trouble, trouble
 from pipeline.capture.renderers.base import Renderer
+from pipeline.capture.renderers.remembering import Remembering
 from pipeline.capture.rules import Rules
 from pipeline.capture.secret import is_session_secret, reasoning_key
 from pipeline.capture.session import Journal, Session
@@ -46,8 +47,8 @@ _LOG = logging.getLogger("packtrain.capture.http")
 _REMEMBERED = 10_000
 _COUNTED_FIELDS = 256
 _FIELD_CHARACTERS = 64
-_SMALL_BODY = 32 << 10
-"""A body that is read in less time than a thread takes to be asked: about 0.2 ms."""
+_SMALL_BODY = 64 << 10
+"""A body that is read in about the time that a thread takes to be asked."""
 _BASE = "/s/{session}/{secret}"
 _V1 = "{v1:(?:v1/)*}"
 
@@ -102,7 +103,7 @@ class Capture:
         limits: Limits = Limits(),
     ) -> None:
         self._run_key = run_key
-        self._renderer = renderer
+        self._renderer = Remembering(renderer)
         self._engine = engine
         self._max_context = max_context
         self._limits = limits

@@ -29,6 +29,8 @@ def _byte_of() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of()
+_SHORT = 1_000
+"""Characters that are tokenized in less time than a batch takes to be begun."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -76,7 +78,10 @@ class PolicyTokenizer:
         Raises ValueError for text with a lone surrogate (JSON can spell one): it has no UTF-8 form, hence no tokens.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            if len(text) < _SHORT:
+                return self._backend.encode(text, add_special_tokens=False).ids
+            # `encode` holds the interpreter for as long as the text takes; this one does not, and knows no offsets.
+            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:
             at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             if at is None:

@@ -101,6 +101,8 @@ class StreamParser:
             self._take(token)
         self._stop = tuple(text for text in stop if text)
         self._sampled = self._reasoning = 0
+        # Then only a special token changes what the text means, so that what stands between two is read at once.
+        self._whole_runs = parallel and not self._stop and not self._mark_texts
 
     @property
     def stopped_by(self) -> str | None:
@@ -111,6 +113,9 @@ class StreamParser:
         return self._reasoning
 
     def feed(self, ids: Sequence[int]) -> Fed:
+        if self._whole_runs:
+            self._take_runs(ids)
+            return Fed(self._drain(), None)
         keep = 0 if self._ended else None
         for i, token in enumerate(ids):
             if self._ended:
@@ -133,6 +138,25 @@ class StreamParser:
     def _drain(self) -> tuple[Piece, ...]:
         out, self._out = self._out, []
         return tuple(_merged(out))
+
+    def _take_runs(self, ids: Sequence[int]) -> None:
+        run: list[int] = []
+        for token in ids:
+            if token in self._special:
+                self._take_run(run)
+                run = []
+                self._take(token)
+            else:
+                run.append(token)
+        self._take_run(run)
+
+    def _take_run(self, run: Sequence[int]) -> None:
+        self._sampled += len(run)
+        if self._state == "thinking":
+            self._reasoning += len(run)
+        text = self._utf8.decode(b"".join(map(self._bytes_of, run)))
+        if text:
+            self._read(text)
 
     def _take(self, token: int) -> None:
         self._sampled += 1
