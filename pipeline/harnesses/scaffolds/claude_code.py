@@ -13,7 +13,7 @@ RULES = Rules(
         Auxiliary(
             "compaction",
             last=r"CRITICAL: Respond with TEXT ONLY\. Do NOT call any tools\..*"
-            r"Your entire response must be plain text: an <analysis> block followed by a <summary> block",
+            r"an <analysis> block followed by a <summary> block\. Tool calls will be rejected and you will fail the task\.\s*\Z",
         ),
         # Titles, page extracts, suggestions and whatever else the client asks for itself: an agent always has tools.
         Auxiliary("auxiliary", tools=False),
