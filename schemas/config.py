@@ -206,6 +206,16 @@ class Behaviour(Section):
         description="labels of requests that are answered and not kept for training (see `docs/capture.md`)",
     )
 
+    @field_validator("exclude")
+    @classmethod
+    def _by_request(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for label in value:
+            if label in ("main", "fork", "compacted", "other"):
+                raise ValueError(
+                    f"{label!r} is no kind of request, and cannot be left out: turns are by what their request is"
+                )
+        return value
+
 
 class Environment(Section):
     """What the tasks of a source are and how they are verified."""

@@ -38,8 +38,8 @@ def export(tree: ContextTree, exclude: Collection[str] = ()) -> Export:
     kind; `subagent` if an agent of its own holds it; `fork` if it shares a sampled turn with the main one; `compacted` if
     it began after a compaction; else `other`.
     """
-    own = {node.number for node in tree.nodes if node.turn is not None and node.kind.label not in exclude}
-    ends = [leaf for leaf in leaves(tree.nodes) if leaf.number in own]
+    own = {node.number for node in tree.nodes if node.turn is not None and _told(node) not in exclude}
+    ends = leaves(tree.nodes, own)
     ends.sort(key=lambda node: (_is_main(node), -node.sampled, node.number))
     rows = _Rows(own)
     main = {node.number for node in ends[0].path() if node.turn is not None} if ends else set[int]()
@@ -50,8 +50,8 @@ def export(tree: ContextTree, exclude: Collection[str] = ()) -> Export:
             rows.context(_label(leaf, i == 0, main, compacted), leaf.path())
     excluded: dict[str, int] = {}
     for node in tree.nodes:
-        if node.turn is not None and node.number not in rows.claimed and node.kind.label is not None:
-            excluded[node.kind.label] = excluded.get(node.kind.label, 0) + len(node.ids)
+        if node.turn is not None and node.number not in own and (label := _told(node)) is not None:
+            excluded[label] = excluded.get(label, 0) + len(node.ids)
     return Export(rows.columns(), tuple(rows.contexts), excluded)
 
 
@@ -60,11 +60,14 @@ def _is_main(leaf: Node) -> bool:
     return leaf.kind.label is not None or leaf.kind.agent != ""
 
 
+def _told(node: Node) -> str | None:
+    """The label that a turn's request alone gives it: by that, turns are left out."""
+    return node.kind.label or ("subagent" if node.kind.agent else None)
+
+
 def _label(leaf: Node, first: bool, main: set[int], compacted: list[int]) -> str:
-    if leaf.kind.label is not None:
-        return leaf.kind.label
-    if leaf.kind.agent:
-        return "subagent"
+    if (told := _told(leaf)) is not None:
+        return told
     if first:
         return "main"
     turns = [node.number for node in leaf.path() if node.turn is not None]

@@ -3,7 +3,8 @@
 Promises:
 - a turn is in the page cache before its answer goes out, so it outlives the process; many turns at once are committed to
   the disk together, within moments, so it outlives the machine's fall in most cases (`lag` says how many are not yet);
-- a segment file goes once no session that is in it is needed any more: the disk holds what is under way;
+- a segment file goes once no session that is in it is needed any more: the disk holds what is under way. Which of its
+  sessions are not is said beside it, for whoever collects the others;
 - a host's directory is locked while it lives, so nobody collects the sessions of a living host;
 - a full disk costs the protection, never a turn: the sessions under way leave the journal whole, for one with a turn
   missing would be taken for an agent's whole work. It is counted in `lost` and said in the log.
@@ -12,6 +13,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
@@ -24,7 +26,7 @@ from pipeline.capture.tree import Node
 from schemas.names import checked_name
 
 LOCK = "lock"
-SUFFIX = ".wal"
+SUFFIX, ENDED = ".wal", ".ended"
 SEGMENT_BYTES = 64 << 20
 _LOG = logging.getLogger("packtrain.capture.journal")
 
@@ -40,6 +42,7 @@ class HostJournal:
         self._segment_bytes = segment_bytes
         self._number = 0
         self._file: int | None = None
+        self._full: list[int] = []
         self._size = 0
         self._sessions: dict[int, set[str]] = {}
         self._unkept: set[str] = set()
@@ -77,30 +80,38 @@ class HostJournal:
         """The session's turns are needed no more."""
         self._unkept.discard(session)
         for number, sessions in list(self._sessions.items()):
-            sessions.discard(session)
+            if session not in sessions:
+                continue
+            sessions.remove(session)
             if not sessions:
                 self._remove(number)
+                continue
+            # Without it, the segment stays when its host has died; no more.
+            with contextlib.suppress(OSError):
+                mark_ended(self._path(number), session)
 
     async def commit(self) -> None:
         """Commits to the disk what was written, for ever: all that came during one commit goes into the next."""
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            if self._file is None:
-                continue
-            written = self.lag
-            file = os.dup(self._file)
+            written, files, self._full = self.lag, self._full, []
             try:
-                await asyncio.to_thread(os.fdatasync, file)
+                if self._file is not None:
+                    files.append(os.dup(self._file))
+                await asyncio.to_thread(_sync, files)
             except OSError as error:
                 _LOG.error("the journal in %s is not on the disk: %s", self._directory, error)
             finally:
-                os.close(file)
+                for file in files:
+                    os.close(file)
             self.lag -= written
 
     def close(self) -> None:
         """Leaves the sessions that are needed still to whoever collects them."""
         self._end_segment()
+        for file in self._full:
+            os.close(file)
         if not self._sessions:
             (self._directory / LOCK).unlink(missing_ok=True)
             self._directory.rmdir()
@@ -131,9 +142,9 @@ class HostJournal:
     def _end_segment(self) -> None:
         if self._file is None:
             return
-        os.close(self._file)
+        # Committed, then closed, with what is written next.
+        self._full.append(self._file)
         self._file = None
-        self.lag = 0
         if not self._sessions[self._number]:
             self._remove(self._number)
 
@@ -142,9 +153,33 @@ class HostJournal:
             # The one that is written to stays, emptied: nobody needs what is in it.
             os.ftruncate(self._file, 0)
             self._size = 0
-            return
-        self._sessions.pop(number, None)
-        self._path(number).unlink(missing_ok=True)
+        else:
+            self._sessions.pop(number, None)
+            self._path(number).unlink(missing_ok=True)
+        self._path(number).with_suffix(ENDED).unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:08d}{SUFFIX}"
+
+
+def mark_ended(segment: Path, session: str) -> None:
+    """Says beside a segment that a session in it is needed no more. Raises OSError."""
+    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    file = os.open(segment.with_suffix(ENDED), flags, 0o600)
+    try:
+        os.write(file, f"{session}\n".encode())
+    finally:
+        os.close(file)
+
+
+def ended(segment: Path) -> set[str]:
+    """The sessions in a segment that are needed no more. Raises OSError."""
+    try:
+        return set(segment.with_suffix(ENDED).read_text().split())
+    except FileNotFoundError:
+        return set()
+
+
+def _sync(files: Sequence[int]) -> None:
+    for file in files:
+        os.fdatasync(file)

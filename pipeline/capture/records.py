@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +31,7 @@ _Array = npt.NDArray[np.generic]
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """One turn of a session: the nodes that it added, without parents (`parents` has their numbers), and how it ended.
-    `main`: whether it is a turn of an agent's own dialogue."""
+    `main`: whether it is a turn of the main agent's own dialogue."""
 
     session: str
     nodes: tuple[Node, ...]
@@ -54,16 +55,26 @@ def encode(session: str, nodes: Sequence[Node], answer: Answer) -> bytes:
     return _FRAME.pack(len(body), crc32c(body)) + body
 
 
-def decode(data: bytes) -> Iterator[Recorded]:
-    """The records of a segment, up to its end or to the first that is not whole."""
+def places(data: bytes) -> tuple[list[tuple[str, int, int]], int]:
+    """The records of a segment, up to its end or to the first that is not whole: of each its session and the bytes
+    [start, end) that `recorded` reads. Then, how many bytes they take together."""
+    found: list[tuple[str, int, int]] = []
     at = 0
     while at + _FRAME.size <= len(data):
         length, checksum = _FRAME.unpack_from(data, at)
-        body = memoryview(data)[at + _FRAME.size : at + _FRAME.size + length]
+        start = at + _FRAME.size
+        body = memoryview(data)[start : start + length]
         if len(body) < max(length, _HEADER.size) or crc32c(body) != checksum:
-            return
-        yield _recorded(body)
-        at += _FRAME.size + length
+            break
+        at = start + length
+        found.append((_header(body)["session"], start, at))
+    return found, at
+
+
+def decode(data: bytes) -> Iterator[Recorded]:
+    """The records of a segment, up to its end or to the first that is not whole."""
+    for _, start, end in places(data)[0]:
+        yield recorded(memoryview(data)[start:end])
 
 
 def _node(node: Node, arrays: list[_Array]) -> dict[str, Any]:
@@ -85,9 +96,9 @@ def _node(node: Node, arrays: list[_Array]) -> dict[str, Any]:
             "tail": _put(arrays, turn.tail),
         }
         if turn.candidates:
-            flat = [token for ids in turn.candidates for token in ids]
+            flat = np.fromiter(chain.from_iterable(turn.candidates), np.int32)
             found["sizes"] = _put(arrays, np.asarray([len(ids) for ids in turn.candidates], np.int32))
-            found["candidates"] = _put(arrays, np.asarray(flat, np.int32))
+            found["candidates"] = _put(arrays, flat)
         if turn.routing is not None:
             found |= {"routed_from": turn.routing.start, "routing": _put(arrays, turn.routing.rows)}
     return found
@@ -98,10 +109,15 @@ def _put(arrays: list[_Array], array: _Array) -> list[Any]:
     return [array.dtype.str, array.shape]
 
 
-def _recorded(body: memoryview) -> Recorded:
+def _header(body: bytes | memoryview) -> dict[str, Any]:
     (length,) = _HEADER.unpack_from(body)
-    header = orjson.loads(body[_HEADER.size : _HEADER.size + length])
-    at = _HEADER.size + length
+    return orjson.loads(body[_HEADER.size : _HEADER.size + length])
+
+
+def recorded(body: bytes | memoryview) -> Recorded:
+    """The turn in a record's bytes, as `places` gives them."""
+    header = _header(body)
+    at = _HEADER.size + _HEADER.unpack_from(body)[0]
     nodes: list[Node] = []
 
     def take(form: list[Any]) -> Any:
@@ -134,5 +150,5 @@ def _recorded(body: memoryview) -> Recorded:
         parents=tuple(found["parent"] for found in header["nodes"]),
         finish=header["finish"],
         malformed=header["malformed"],
-        main=nodes[-1].kind.label is None,
+        main=nodes[-1].kind == Kind(),
     )

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pipeline.capture.call import Call
-from schemas.names import Name
+from schemas.names import Name, checked_name
+
+_HEAD, _TAIL = 4 << 10, 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +22,9 @@ class Auxiliary:
     """A kind of request that is not the agent's own dialogue. It matches when all that it gives hold.
 
     `header`: name (lower case) and a pattern that its value matches; `system`, `first`, `last`: patterns found in the
-    system text, in the first and in the last message's text; `tools`: whether tools are offered; `model`: a pattern that
-    the model's name matches; `max_tokens`: the most that it asks for.
+    system text, in the first and in the last message's text (of a long one, in its first 4 Ki and last 16 Ki characters:
+    what an agent sends is not searched in other tenants' time); `tools`: whether tools are offered; `model`: a pattern
+    that the model's name matches; `max_tokens`: the most that it asks for. Raises ValueError.
     """
 
     label: Name
@@ -32,34 +36,46 @@ class Auxiliary:
     model: str | None = None
     max_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        # A context that is exported has it for its label.
+        checked_name(self.label, "the label of an auxiliary kind")
+        name, value = self.header or ("", None)
+        _lower(name)
+        for pattern in (value, self.system, self.first, self.last, self.model):
+            try:
+                re.compile(pattern or "")
+            except re.error as error:
+                raise ValueError(f"{self.label}: {pattern!r} is no pattern: {error}") from None
+
     def matches(self, call: Call, headers: Mapping[str, str]) -> bool:
         messages = call.dialogue.messages
-        system = "\n".join(m.text for m in messages if m.role == "system")
-        rest = [m for m in messages if m.role != "system"]
-        first, last = (rest[0].text, rest[-1].text) if rest else ("", "")
         return (
-            (self.header is None or _full(self.header[1], headers.get(self.header[0], "")))
-            and all(
-                pattern is None or re.search(pattern, text, re.DOTALL) is not None
-                for pattern, text in ((self.system, system), (self.first, first), (self.last, last))
-            )
-            and (self.tools is None or self.tools == bool(call.dialogue.tools))
-            and (self.model is None or _full(self.model, call.model))
+            (self.tools is None or self.tools == bool(call.dialogue.tools))
             and (
                 self.max_tokens is None
                 or (call.max_tokens is not None and call.max_tokens <= self.max_tokens)
             )
+            and (self.header is None or _full(self.header[1], headers.get(self.header[0], "")))
+            and (self.model is None or _full(self.model, call.model))
+            and _found(self.system, (m.text for m in messages if m.role == "system"), "\n")
+            and _found(self.first, islice((m.text for m in messages if m.role != "system"), 1))
+            and _found(self.last, islice((m.text for m in reversed(messages) if m.role != "system"), 1))
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Of one scaffold. `agent_header` (lower case) names a subagent by its id; without it, or with the value
-    `main_agent`, a request is the main agent's."""
+    `main_agent`, a request is the main agent's; so is one without `subagent_header`, where that is given."""
 
     agent_header: str = ""
     main_agent: str = ""
+    subagent_header: str = ""
     auxiliary: Sequence[Auxiliary] = field(default=())
+
+    def __post_init__(self) -> None:
+        _lower(self.agent_header)
+        _lower(self.subagent_header)
 
 
 class UnknownRules(ValueError):
@@ -94,10 +110,26 @@ class Kind:
 
 def classify(rules: Rules, call: Call, headers: Mapping[str, str]) -> Kind:
     """`headers` have lower-case names. The first auxiliary kind that matches counts."""
-    agent = headers.get(rules.agent_header, "")[:256] if rules.agent_header else ""
+    subagent = not rules.subagent_header or rules.subagent_header in headers
+    agent = headers.get(rules.agent_header, "")[:256] if rules.agent_header and subagent else ""
+    # Bytes of a header that are no UTF-8 come as lone surrogates, which the journal cannot write.
+    agent = agent.encode(errors="backslashreplace").decode()
     label = next((kind.label for kind in rules.auxiliary if kind.matches(call, headers)), None)
     return Kind("" if agent == rules.main_agent else agent, label)
 
 
 def _full(pattern: str, text: str) -> bool:
-    return re.fullmatch(pattern, text, re.DOTALL) is not None
+    return re.fullmatch(pattern, _searched(text), re.DOTALL) is not None
+
+
+def _found(pattern: str | None, texts: Iterable[str], between: str = "") -> bool:
+    return pattern is None or re.search(pattern, _searched(between.join(texts)), re.DOTALL) is not None
+
+
+def _searched(text: str) -> str:
+    return text if len(text) <= _HEAD + _TAIL else text[:_HEAD] + text[-_TAIL:]
+
+
+def _lower(header: str) -> None:
+    if header != header.lower():
+        raise ValueError(f"header {header!r} would match nothing: names of headers are given in lower case")

@@ -16,14 +16,16 @@ import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from pipeline.capture.budget import Budget, TurnLimit
 from pipeline.capture.call import Answer, BadRequest, Call, Finish, Piece, Reply, Text
 from pipeline.capture.dialogue import Dialogue, Step, answer_key_of, steps
 from pipeline.capture.export import Export, export
-from pipeline.capture.messages import Image, Message, ParsedTurn, ToolCall
+from pipeline.capture.messages import Message, ParsedTurn, ToolCall
 from pipeline.capture.renderers.base import Renderer, TurnParser
 from pipeline.capture.rules import Kind, Rules, classify
 from pipeline.capture.tree import ContextTree, Ids, Match, Node, SampledTurn
@@ -39,14 +41,10 @@ _MANY_TOKENS = 1024
 _HASHED, _TOKENIZED = 1 << 17, 1_000
 """Characters that take no longer than a thread takes to be asked: 0.3 ms. The schemas of tools do not count: they are
 written in one call that holds the interpreter, wherever it is made."""
-
-
-class TurnLimit(Exception):
-    """The session's budget is spent; `code` says which part of it: max_turns, max_sampled_tokens, max_wall_time."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
+_MESSAGE = 1 << 10
+"""Characters that take as long as what a message costs whatever is in it."""
+_PUT_TOGETHER = 1 << 17
+"""Tokens of a known path that are put together meanwhile."""
 
 
 class ContextOverflow(Exception):
@@ -89,14 +87,11 @@ class Session:
         self._engine = engine
         self._key = key
         self._rules = rules
-        self._deadline = deadline
+        self._budget = Budget(behaviour, deadline)
         self._journal = journal
         self._tree = ContextTree()
         self._answers: dict[tuple[str, str], Turn] = {}
         self._tasks: set[asyncio.Task[Answer] | None] = set()
-        self._images: dict[str, Image] = {}
-        self._turns = 0
-        self._sampled = 0
         self._requests = itertools.count(1)
         self._last: Answer | None = None
         self._trouble = False
@@ -106,7 +101,7 @@ class Session:
     @property
     def turns(self) -> int:
         """Turns sampled, or being sampled."""
-        return self._turns
+        return self._budget.turns
 
     @property
     def owed(self) -> bool:
@@ -116,7 +111,7 @@ class Session:
 
     @property
     def last(self) -> Answer | None:
-        """The turn that was recorded last, auxiliary ones aside."""
+        """The main agent's turn that was recorded last, auxiliary ones aside."""
         return self._last
 
     def reply(self, created: int) -> Reply:
@@ -124,12 +119,13 @@ class Session:
         return Reply(self.id, created, self._key)
 
     def answer(self, call: Call, headers: Mapping[str, str]) -> Turn:
-        """The turn that answers a call; `headers` have lower-case names. Raises SessionClosed.
+        """The turn that answers a call; `headers` have lower-case names. Raises SessionClosed and TurnLimit.
 
         The turn raises TurnLimit, ContextOverflow, SessionClosed, BadRequest, EngineUnavailable and EngineRefused.
         """
         if self.closed:
             raise SessionClosed(f"session {self.id} is closed")
+        self._budget.take_request()
         self._left = False
         kind = classify(self._rules, call, headers)
         # Two agents may ask the very same.
@@ -167,13 +163,12 @@ class Session:
         """Leaves the session as it is to be before whoever waits learns of the end."""
         counted = 0
         try:
-            self._check_budget()
             # Counted before the first await, so that requests at once cannot pass the limit together.
+            self._budget.take_turn()
             counted = 1
-            self._turns += 1
             answer = await self._sample(turn, call, kind)
         except BaseException as error:
-            self._turns -= counted
+            self._budget.turns -= counted
             self._trouble = isinstance(error, EngineUnavailable)
             # One that failed may be asked for anew.
             self._answers.pop(key, None)
@@ -183,23 +178,6 @@ class Session:
             return answer
         finally:
             self._tasks.discard(asyncio.current_task())
-
-    def _check_budget(self) -> None:
-        behaviour = self.behaviour
-        if self._turns >= behaviour.max_turns:
-            raise TurnLimit(
-                f"{self._turns} turns were sampled, the limit is {behaviour.max_turns}", "max_turns"
-            )
-        if 0 < behaviour.max_session_tokens <= self._sampled:
-            raise TurnLimit(
-                f"{self._sampled} tokens were sampled, the limit is {behaviour.max_session_tokens}",
-                "max_sampled_tokens",
-            )
-        if (left := self._left_s()) is not None and left <= 0:
-            raise TurnLimit("the session's time is over", "max_wall_time")
-
-    def _left_s(self) -> float | None:
-        return None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
 
     async def _prepare(self, dialogue: Dialogue) -> tuple[list[Step], Match, list[Ids]]:
         """The dialogue's steps, the longest known path, and the tokens of the rest."""
@@ -212,7 +190,7 @@ class Session:
 
         # What takes longer than a thread takes to be asked is done on one: whatever an agent sends, in texts, tools or
         # arguments, is not tokenized in other tenants' time.
-        if _characters(dialogue.messages) <= _HASHED:
+        if _characters(dialogue.messages) + _MESSAGE * len(dialogue.messages) <= _HASHED:
             asked, match = self._known(dialogue)
         else:
             asked, match = await asyncio.to_thread(self._known, dialogue)
@@ -239,26 +217,37 @@ class Session:
         except ValueError as error:
             raise BadRequest(f"the choice cannot be forced: {error}", "tool_choice") from None
         lead = [*prompt_lead, *opening]
-        prompt = self._tree.prompt(match, rendered, lead)
+        if match.node.tokens <= _PUT_TOGETHER:
+            prompt = self._tree.prompt(match, rendered, lead)
+        else:
+            prompt = await asyncio.to_thread(self._tree.prompt, match, rendered, lead)
         room = self.max_context - len(prompt)
         if room < 1:
             raise ContextOverflow(len(prompt), self.max_context)
+        limits = [self.behaviour.max_tokens, room, *([] if call.max_tokens is None else [call.max_tokens])]
+        # Before it may wait for other calls: so clients get their pings meanwhile.
         turn.start(len(prompt))
+        async with self._budget.tokens(min(limits)) as granted:
+            given = _Prompt(asked, match, rendered, lead, opening, prompt)
+            return await self._generate(turn, call, kind, given, granted)
+
+    async def _generate(self, turn: Turn, call: Call, kind: Kind, given: _Prompt, granted: int) -> Answer:
+        match, opening, prompt = given.match, given.opening, given.ids
         number = next(self._requests)
         parser = self._renderer.parser(opening, call.stop, call.parallel, call.dialogue.tools)
         reading = _Reading(turn, parser, f"{self.id}/{number}", call.tool_choice.mode != "none")
         watched = call.stream or bool(call.stop) or not call.parallel
         generation = await self._engine.generate(
             prompt,
-            self._params(call, room),
+            self._params(call, granted),
             f"{self.id}-r{number}",
             self.id,
             watch=reading.watch if watched else None,
-            images=self._items(call.dialogue),
+            images=_items(call.dialogue),
             routed_from=match.node.routed,
-            within=self._left_s(),
+            within=self._budget.left_s(),
         )
-        sampled = self._turn(lead, opening, generation)
+        sampled = self._turn(given.lead, opening, generation)
         if not watched:
             if len(sampled.ids) > _MANY_TOKENS:
                 await asyncio.to_thread(reading.watch, generation.token_ids)
@@ -267,9 +256,14 @@ class Session:
         parsed = reading.finish()
         known = len(self._tree.nodes)
         node = self._tree.add(
-            match, asked, rendered, sampled, answer_key_of(parsed.content, parsed.tool_calls), kind
+            match,
+            given.asked,
+            given.rendered,
+            sampled,
+            answer_key_of(parsed.content, parsed.tool_calls),
+            kind,
         )
-        self._sampled += len(sampled.ids)
+        self._budget.spend(len(sampled.ids))
         answer = Answer(
             number=node.number,
             content=parsed.content,
@@ -283,33 +277,21 @@ class Session:
             cached_tokens=match.node.tokens,
             reasoning_tokens=parser.reasoning_tokens,
         )
-        if kind.label is None:
+        if kind == Kind():
             self._last = answer
         if self._journal is not None:
             self._journal.record(self.id, self._tree.nodes[known:], answer)
         return answer
 
-    def _params(self, call: Call, room: int) -> SamplingParams:
-        behaviour = self.behaviour
-        limits = [behaviour.max_tokens, room]
-        if call.max_tokens is not None:
-            limits.append(call.max_tokens)
-        if behaviour.max_session_tokens:
-            limits.append(behaviour.max_session_tokens - self._sampled)
+    def _params(self, call: Call, most: int) -> SamplingParams:
         return SamplingParams(
-            max_tokens=min(limits),
-            temperature=behaviour.temperature,
-            top_p=behaviour.top_p,
+            max_tokens=most,
+            temperature=self.behaviour.temperature,
+            top_p=self.behaviour.top_p,
             seed=call.seed,
             stop_token_ids=self._renderer.stop_token_ids,
             logprobs=0,
         )
-
-    def _items(self, dialogue: Dialogue) -> list[ImageItem]:
-        """The dialogue's images, in order; an image that came before is the object that came first."""
-        images = [image for message in dialogue.messages for image in message.images]
-        held = [self._images.setdefault(image.digest, image) for image in images]
-        return [ImageItem(image.digest, image.media_type, image.data) for image in held]
 
     def _turn(self, lead: Sequence[int], opening: Sequence[int], generation: Generation) -> SampledTurn:
         ids = np.asarray(generation.token_ids, np.int32)
@@ -330,6 +312,19 @@ class Session:
             candidates=generation.candidates if any(generation.candidates) else (),
             routing=generation.routing,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What a turn is sampled from: the request's steps, the known path, the tokens of the rest, what is put before the turn
+    (`lead`; `opening` is the end of it that is parsed with the turn), and all token ids."""
+
+    asked: list[Step]
+    match: Match
+    rendered: list[Ids]
+    lead: Sequence[int]
+    opening: Sequence[int]
+    ids: Ids
 
 
 class _Reading:
@@ -385,6 +380,12 @@ def _finish(generation: Generation, parser: TurnParser, parsed: ParsedTurn) -> F
     if parser.stopped_by is not None:
         return "stop_sequence"
     return "tool_calls" if parsed.tool_calls else "stop"
+
+
+def _items(dialogue: Dialogue) -> list[ImageItem]:
+    """The dialogue's images, in order. The agent sends them with each request: nothing of a session holds them."""
+    images = [image for message in dialogue.messages for image in message.images]
+    return [ImageItem(image.digest, image.media_type, image.data) for image in images]
 
 
 def _characters(messages: Sequence[Message]) -> int:

@@ -10,7 +10,7 @@ Promises (tested over random agents):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -177,8 +177,9 @@ def whole(node: Node) -> list[Ids]:
     return [node.ids] if node.turn is None else [node.turn.lead, node.turn.ids, node.turn.tail]
 
 
-def leaves(nodes: Iterable[Node]) -> list[Node]:
-    """The sampled turns that contexts end in, in order: those that no later turn of the same agent continues.
+def leaves(nodes: Iterable[Node], own: Container[int]) -> list[Node]:
+    """The sampled turns that contexts end in, in order: of those whose number is in `own`, which no later one of the same
+    agent continues.
 
     A request of an auxiliary kind that continues an agent's dialogue (a summary of it) ends in a leaf of its own, and so
     does another agent's; neither takes the dialogue's end away.
@@ -187,7 +188,7 @@ def leaves(nodes: Iterable[Node]) -> list[Node]:
     below: dict[int, set[Kind]] = {}
     for node in sorted(nodes, key=lambda node: -node.number):
         kinds = below.pop(node.number, set[Kind]())
-        if node.turn is not None:
+        if node.number in own:
             if not any(_continues(kind, node.kind) for kind in kinds):
                 found.append(node)
             kinds.add(node.kind)

@@ -69,10 +69,11 @@ async def serve(ctx: Context) -> None:
             task.result()
     finally:
         await end_tasks(tasks)
-        await runner.cleanup()
-        await engine.close()
+        # First of all: whoever gets what was handed back looks for it there.
         if journal is not None:
             journal.close()
+        await runner.cleanup()
+        await engine.close()
 
 
 def _listen(address: str) -> socket.socket:

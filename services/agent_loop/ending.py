@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from pipeline.capture.export import Export
-from pipeline.store import ObjectExists, StoreUnavailable
+from pipeline.store import ObjectDamaged, ObjectExists, ObjectMissing, StoreUnavailable
 from pipeline.store.keys import payload_key
-from pipeline.store.payload import write_payload
+from pipeline.store.payload import encode_payload, read_header, write_payload
 from schemas.envelope import BodyTooLarge, Event
 from schemas.facts import Failure, SequenceDispatched, SequenceFailed, SequenceFinished, SequenceOpened
 from schemas.names import attempt_id
@@ -89,4 +91,20 @@ class Ending:
         except StoreUnavailable as error:
             return Failure(kind="infra", reason="store_unavailable", detail=str(error)[:2000])
         except ObjectExists as error:
-            return Failure(kind="infra", reason="payload_exists", detail=str(error)[:2000])
+            exists = str(error)
+        try:
+            # Its host wrote it, and died or was refused before it could say so.
+            written = await self._written(key, exported)
+        except (StoreUnavailable, ObjectMissing, ObjectDamaged) as error:
+            return Failure(kind="infra", reason="store_unavailable", detail=str(error)[:2000])
+        return written or Failure(kind="infra", reason="payload_exists", detail=exists[:2000])
+
+    async def _written(self, key: str, exported: Export) -> PayloadHeader | None:
+        """The header of the object that is there, if its columns are these."""
+        found = await read_header(self._ctx.store, key)
+        _, ours = await asyncio.to_thread(encode_payload, key, exported.columns)
+        return found if _content(found) == _content(ours) else None
+
+
+def _content(header: PayloadHeader) -> dict[str, tuple[object, ...]]:
+    return {column.name: (column.dtype, column.shape, column.crc32c) for column in header.columns}

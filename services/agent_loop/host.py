@@ -17,8 +17,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+
+from nats.errors import Error as NatsError
 
 from pipeline.capture.export import Export, export
 from pipeline.capture.journal import HostJournal
@@ -46,6 +48,7 @@ from services.process import Context
 GRACE_S = 5.0
 """How long after the trial's budget a verdict that was given in time may still be under way."""
 RETRY_S = 0.2
+_HAND_BACK_S = 0.5
 _VERSION_POLL_S = 0.1
 _MORE_DELIVERIES = 5
 """Deliveries that may come to no attempt."""
@@ -97,6 +100,13 @@ class Failed:
     exported: Export | None = None
 
 
+def last_tokens(failed: Failed, before: Failed | None) -> Failed:
+    """A failed attempt, with the tokens of the one `before` it when it sampled none itself."""
+    if before is None or (failed.exported is not None and failed.exported.contexts):
+        return failed
+    return replace(failed, attempt=before.attempt, exported=before.exported)
+
+
 class Host:
     def __init__(
         self,
@@ -123,6 +133,8 @@ class Host:
         self._verdicts = Verdicts()
         self._version = 0
         self._asking = asyncio.Lock()
+        # A dead host's journal may take seconds to read, and threads are few: one of them, not one a tenant.
+        self._collecting = asyncio.Lock()
 
     async def follow_verdicts(self) -> None:
         """Runs until cancelled. The host's name is new with each process, so all verdicts under it are ours."""
@@ -132,6 +144,16 @@ class Host:
 
     async def handle(self, delivery: Delivery) -> None:
         """One delivery of `sequence.dispatched`."""
+        try:
+            await self._handle(delivery)
+        except asyncio.CancelledError:
+            # The host stops. Its journal is not to be collected before it is closed.
+            if self._journal is not None and not delivery.settled:
+                with contextlib.suppress(NatsError, OSError):
+                    await delivery.retry(_HAND_BACK_S)
+            raise
+
+    async def _handle(self, delivery: Delivery) -> None:
         event = delivery.event
         fact = event.fact
         assert isinstance(fact, SequenceDispatched)
@@ -166,7 +188,7 @@ class Host:
         )
         opened = await self._opened_before(fact)
         if len(opened) >= self._config.max_attempts or delivery.attempt >= max_deliver(self._config):
-            await self._end(event, fact, failed if failed.exported or lost is None else lost)
+            await self._end(event, fact, last_tokens(failed, lost))
             await delivery.ack()
         else:
             await delivery.retry(RETRY_S)
@@ -202,10 +224,13 @@ class Host:
 
     async def _forget(self, opened: Sequence[Event]) -> None:
         """The sequence is decided: dead hosts' journals of its attempts are needed no more."""
-        if self._recovery is not None:
-            for event in opened:
-                assert isinstance(event.fact, SequenceOpened)
-                await asyncio.to_thread(self._recovery.forget, event.fact.host, event.fact.session)
+        if self._recovery is None:
+            return
+        for event in opened:
+            assert isinstance(event.fact, SequenceOpened)
+            if event.fact.host != self._name:
+                async with self._collecting:
+                    await asyncio.to_thread(self._recovery.forget, event.fact.host, event.fact.session)
 
     async def _collect(self, fact: SequenceDispatched, opened: Event) -> Failed | None:
         """What became of the attempt that another host opened: None when it is finished, from its host's journal."""
@@ -218,7 +243,7 @@ class Host:
         if found is None:
             return Failed(lost)
         behaviour = self._ctx.config.source(fact.source).behaviour
-        exported = export(found.tree, behaviour.exclude)
+        exported = await asyncio.to_thread(export, found.tree, behaviour.exclude)
         verdict = await self._verdict(opened, found)
         result = judge_recovered(verdict, found, behaviour)
         failure = result.failure
@@ -238,7 +263,8 @@ class Host:
     async def _recovered(self, opened: SequenceOpened) -> Recovered | None:
         if self._recovery is None:
             return None
-        return await asyncio.to_thread(self._recovery.session, opened.host, opened.session)
+        async with self._collecting:
+            return await asyncio.to_thread(self._recovery.session, opened.host, opened.session)
 
     async def _verdict(self, opened: Event, found: Recovered) -> SequenceVerified | None:
         """The attempt's verdict, once it is there: its host may have died while the agent's work was verified. An agent
@@ -246,10 +272,12 @@ class Host:
         fact = opened.fact
         assert isinstance(fact, SequenceOpened)
         last = await self._ctx.log.last(SequenceVerified.type, fact.host, fact.id())
-        if last is None and found.finish not in (None, "tool_calls"):
+        if last is None and found.whole and found.finish not in (None, "tool_calls"):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, _left(opened))):
-                    async for event in self._ctx.log.subscribe(SequenceVerified.type, source=fact.host):
+                    async for event in self._ctx.log.subscribe(
+                        SequenceVerified.type, source=fact.host, start=opened.seq
+                    ):
                         if event.fact.id() == fact.id():
                             last = event
                             break
@@ -273,11 +301,9 @@ class Host:
             await self._capture.close(session)
             malformed = session.last is not None and session.last.malformed > 0
             result = judge(verdict, turns=session.turns, owed=owed, malformed=malformed)
-            exported = session.export()
+            # Closed, so that nothing is added to it on the loop meanwhile.
+            exported = await asyncio.to_thread(session.export)
             failure = result.failure or await self._finish(attempt, result, exported)
-            # Decided, or to be tried anew by this very host: a host that dies before this leaves its journal.
-            if self._journal is not None:
-                self._journal.forget(session.id)
             return None if failure is None else Failed(failure, attempt.number, exported)
 
     async def _has_version(self, wanted: int, deadline: float) -> bool:
@@ -313,6 +339,7 @@ class Host:
             session = self._capture.open(name, behaviour, rules, deadline=deadline, journal=self._journal)
             # Before it is published: a quick verdict may come before the broker's acknowledgement.
             verdict = self._verdicts.expect(name)
+            stopped = False
             try:
                 opened = SequenceOpened(
                     source=fact.source,
@@ -330,9 +357,15 @@ class Host:
                 if published.won:
                     yield Attempt(fact, number, session, published.event, verdict)
                     return
+            except asyncio.CancelledError:
+                stopped = True
+                raise
             finally:
                 self._verdicts.forget(name)
                 await self._capture.close(session)
+                # Decided, or to be tried anew while this host lives: a host that stops, or dies, leaves its journal.
+                if self._journal is not None and not stopped:
+                    self._journal.forget(name)
             number += 1
 
     async def _finish(self, attempt: Attempt, result: Result, exported: Export) -> Failure | None:

@@ -62,6 +62,9 @@ def judge_recovered(verdict: SequenceVerified | None, found: Recovered, behaviou
     result = judge(verdict, turns=found.turns, owed=False, malformed=found.malformed > 0)
     if result.failure is not None:
         return result
+    if not found.whole:
+        detail = "its host died, and what is left of its journal is damaged: turns may be missing"
+        return Result(Failure(kind="infra", reason="journal_damaged", detail=detail))
     fits = {
         "completed": found.finish in ("stop", "stop_sequence", "length"),
         "malformed": found.finish in ("stop", "stop_sequence"),

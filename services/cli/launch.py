@@ -54,6 +54,8 @@ from services.cli.supervise import Member, Supervisor, Unit
 from services.dashboard import View, fold
 
 INTERRUPTED = 130
+JOURNAL = "journal"
+"""Directory of the hosts' journals, in the run's."""
 _BROKER_S = 5.0
 _ENGINE_S = 5.0
 _GRACE_S = 10.0
@@ -124,6 +126,9 @@ class _Launch:
             await self.supervisor.stop()
             shutil.rmtree(self._scratch, ignore_errors=True)
         stopped = self.view.stopped
+        if stopped is not None and self.choice is not None:
+            # A run that is over collects nothing from the hosts that it lost.
+            shutil.rmtree(self.directory / "runs" / self.choice.run / JOURNAL, ignore_errors=True)
         if stopped is not None:
             if stopped.reason == "completed":
                 return 0
@@ -219,7 +224,7 @@ class _Launch:
         update["engine"] = engine
         loop = _absolute(given.agent_loop, *PATHS["agent_loop"])
         key = loop.run_key_file or str(secret_file(self.directory / "secrets" / f"run-key-{run}"))
-        journal = loop.journal_dir or str(home / "journal")
+        journal = loop.journal_dir or str(home / JOURNAL)
         update["agent_loop"] = loop.model_copy(update={"run_key_file": key, "journal_dir": journal})
         sockets = given.packer.socket_dir or str(socket_directory(home / "sockets", self._scratch))
         update["packer"] = given.packer.model_copy(update={"socket_dir": sockets})

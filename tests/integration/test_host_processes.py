@@ -6,17 +6,19 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from pipeline.capture.secret import session_url
 from pipeline.log import Log
 from pipeline.store import ObjectStore
 from pipeline.store.payload import read_columns
 from schemas.config import Broker
-from schemas.facts import SequenceFailed, SequenceFinished, SequenceVerified
+from schemas.facts import SequenceFailed, SequenceFinished, SequenceOpened, SequenceVerified
 from services import agent_loop, harness
 from tests.integration.test_harness_trials import act
-from tests.rollout_stage import Stage, by_expression, spawn, staged, write_config
+from tests.rollout_stage import KEY, Stage, by_expression, spawn, staged, write_config
 
 
 @pytest.fixture
@@ -94,10 +96,17 @@ async def test_an_agents_work_outlives_the_host_that_captured_it(
             async with asyncio.timeout(30):
                 while not (tmp_path / "verifying").exists():
                     await asyncio.sleep(0.02)
-            victim.send_signal(how)
-            await asyncio.to_thread(victim.wait, 10)
-            sampled = [token for generation in s.engine.generations for token in generation.token_ids]
+            # A request that never ends keeps a host that was told to stop, and the other host stands by: what is handed
+            # back comes to it at once.
+            (opened,) = await s.facts("sequence.opened")
+            assert isinstance(opened, SequenceOpened)
+            url = urlsplit(session_url(opened.base_url, KEY, opened.session))
+            _, held = await asyncio.open_connection(url.hostname, url.port)
+            held.write(f"POST {url.path}/responses HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n".encode())
             async with s.running((agent_loop.serve, "")):
+                victim.send_signal(how)
+                await asyncio.to_thread(victim.wait, 10)
+                sampled = [token for generation in s.engine.generations for token in generation.token_ids]
                 (tmp_path / "verifying.go").touch()
                 finished = await s.outcome("awaited", sequence)
     finally:

@@ -473,6 +473,7 @@ async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Pat
         said = packtrain("runs", "resume", "small", "--plain", "--directory", there)
         assert "it goes on where it stopped" in said
         assert [(row.state, row.steps) for row in await list_runs(there, None)] == [("completed", 4)]
+        assert not (there / "runs" / "small" / "journal").exists()
     packtrain("runs", "rm", "small", "--yes", *where)
     # The broker clears away what is left of a stream when it starts again.
     assert await list_runs(state, None) == []

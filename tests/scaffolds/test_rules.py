@@ -74,13 +74,15 @@ def test_claude_code_s_probe() -> None:
     assert classify(load_rules("claude_code"), probe, {}).label == "probe"
 
 
+def test_claude_code_s_subagents_are_told_from_the_main_agent() -> None:
+    headers = {"x-claude-code-agent-id": "a1", "x-claude-code-session-id": "s"}
+    assert classify(load_rules("claude_code"), asked("Go on."), headers) == Kind("a1")
+
+
 @pytest.mark.parametrize(
-    ("name", "header"),
-    [
-        ("claude_code", "x-claude-code-agent-id"),
-        ("opencode", "x-parent-session-id"),
-        ("codex", "x-codex-parent-thread-id"),
-    ],
+    ("name", "own", "parent"),
+    [("opencode", "x-session-id", "x-parent-session-id"), ("codex", "thread-id", "x-codex-parent-thread-id")],
 )
-def test_subagents_are_told_from_the_main_agent(name: str, header: str) -> None:
-    assert classify(load_rules(name), asked("Go on."), {header: "a1"}).agent == "a1"
+def test_subagents_of_one_parent_are_told_apart(name: str, own: str, parent: str) -> None:
+    one, two = (classify(load_rules(name), asked("x"), {own: agent, parent: "p"}) for agent in "ab")
+    assert (one, two) == (Kind("a"), Kind("b"))

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
+from pipeline.capture.dialogue import Dialogue
+from pipeline.capture.export import Export, export
+from pipeline.capture.journal import HostJournal
+from pipeline.capture.messages import Message
 from pipeline.capture.recovery import Recovered
-from schemas.config import Behaviour
-from schemas.facts import Failure, SequenceVerified
+from pipeline.capture.server import Capture
+from pipeline.capture.session import Session
+from pipeline.capture.tree import ContextTree
+from pipeline.store import ObjectStore
+from pipeline.store.payload import read_columns
+from schemas.config import AgentLoop, Behaviour, Store
+from schemas.envelope import BodyTooLarge, Event
+from schemas.facts import (
+    Fact,
+    Failure,
+    SequenceDispatched,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceOpened,
+    SequenceVerified,
+)
+from services.agent_loop.ending import Ending
+from services.agent_loop.host import Failed, Host, last_tokens
 from services.agent_loop.judge import Result, judge, judge_recovered
+from services.process import Context
+from tests.capture_parts import ScriptedEngine, complete
 
 
 def verdict(
@@ -26,6 +56,131 @@ def verdict(
 
 
 LOST = Failure(kind="infra", reason="harness_lost")
+OPENED = SequenceOpened(
+    source="s",
+    sample="s-000000",
+    sequence="s-000000-0",
+    attempt=1,
+    pool="p",
+    task_index=0,
+    host="h",
+    base_url="http://127.0.0.1:1",
+    session="s-000000-0-1",
+    budget_s=1.0,
+)
+DISPATCHED = SequenceDispatched(
+    source="s", sample="s-000000", sequence="s-000000-0", member=0, group_size=1, pool="p", task_index=0
+)
+
+
+class Told:
+    """A log that takes every fact; `limit` bytes at most."""
+
+    def __init__(self, limit: int = 1 << 20) -> None:
+        self.limit = limit
+        self.facts: list[Fact] = []
+
+    async def publish(self, fact: Fact, cause: object) -> None:
+        if len(fact.model_dump_json()) > self.limit:
+            raise BodyTooLarge("the event is too large")
+        self.facts.append(fact)
+
+
+def ending(directory: Path, told: Told) -> Ending:
+    store = ObjectStore.open(Store(url=directory.as_uri()))
+    ctx = SimpleNamespace(run="r", store=store, log=told, logger=logging.getLogger("test"))
+    return Ending(cast(Context, ctx))
+
+
+def exported(reply: str) -> Export:
+    async def run() -> Export:
+        engine = ScriptedEngine(lambda _: reply)
+        tenant = Session("s", Behaviour(), 1000, engine.renderer, engine)
+        await complete(tenant, "1", Dialogue((Message("user", "q"),)))
+        return tenant.export()
+
+    return asyncio.run(run())
+
+
+def event(fact: Fact) -> Event:
+    return Event(fact, "1", datetime.now(UTC), "test", seq=1)
+
+
+def test_what_is_kept_is_of_the_last_attempt_that_sampled_any_and_the_reason_is_the_last_ones() -> None:
+    late = Failure(kind="infra", reason="engine_unavailable")
+    one, two, nothing = exported("a"), exported("b"), export(ContextTree())
+    lost = Failed(LOST, 1, one)
+    assert last_tokens(Failed(late, 2, two), lost) == Failed(late, 2, two)
+    assert last_tokens(Failed(late, 2, nothing), lost) == Failed(late, 1, one)
+    assert last_tokens(Failed(late), lost) == Failed(late, 1, one)
+    assert last_tokens(Failed(late, 2, nothing), None) == Failed(late, 2, nothing)
+
+
+@pytest.mark.parametrize(
+    ("how", "kept"), [(RuntimeError, False), (asyncio.CancelledError, True), (None, False)]
+)
+async def test_a_host_that_stops_leaves_its_journal_and_one_that_goes_on_does_not(
+    tmp_path: Path, how: type[BaseException] | None, kept: bool
+) -> None:
+    class Won(Told):
+        async def publish(self, fact: Fact, cause: object) -> SimpleNamespace:
+            return SimpleNamespace(won=True, event=event(fact))
+
+    source = SimpleNamespace(behaviour=Behaviour())
+    config = SimpleNamespace(agent_loop=AgentLoop(), source=lambda _: source)
+    ctx = cast(Context, SimpleNamespace(config=config, log=Won(), run="r", store=None))
+    engine = ScriptedEngine(lambda _: "a")
+    journal = HostJournal(tmp_path, "h1")
+    capture = Capture(b"k" * 32, engine.renderer, engine, 1000)
+    host = Host(ctx, "h1", "http://127.0.0.1:1", capture, engine, journal=journal)
+    deadline = asyncio.get_running_loop().time() + 10
+    with contextlib.suppress(*([how] if how else [])):
+        async with host._opened(event(DISPATCHED), DISPATCHED, 1, deadline) as attempt:
+            await complete(attempt.session, "1", Dialogue((Message("user", "q"),)))
+            if how is not None:
+                raise how
+    journal.close()
+    assert (tmp_path / "h1").exists() is kept
+
+
+def test_an_attempt_whose_payload_was_written_before_its_host_died_is_finished(tmp_path: Path) -> None:
+    async def run() -> list[Failure | None]:
+        told = Told()
+        # The first host writes the payload and dies before it says so.
+        await ending(tmp_path, told)._write("s", OPENED.id(), same)
+        found = [await ending(tmp_path, told).finish(event(OPENED), 1.0, "completed", 1, same)]
+        found.append(await ending(tmp_path, told).finish(event(OPENED), 1.0, "completed", 1, other))
+        (finished,) = told.facts
+        assert isinstance(finished, SequenceFinished)
+        store = ObjectStore.open(Store(url=tmp_path.as_uri()))
+        columns = await read_columns(store, finished.payload, ["tokens"])
+        assert columns["tokens"].tolist() == same.columns["tokens"].tolist()
+        return found
+
+    same, other = exported("a"), exported("b")
+    first, second = asyncio.run(run())
+    assert first is None
+    assert second is not None
+    assert second.reason == "payload_exists", "what is there are other tokens"
+
+
+def test_a_sequence_too_large_for_its_event_fails_and_its_tokens_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        end = ending(tmp_path, told)
+        failure = await end.finish(event(OPENED), 1.0, "completed", 1, found)
+        assert failure is not None
+        assert failure.reason == "event_too_large"
+        told.limit = 1 << 20
+        await end.fail(event(OPENED), DISPATCHED, 1, failure, 1, found)
+
+    told, found = Told(limit=100), exported("a")
+    asyncio.run(run())
+    (failed,) = told.facts
+    assert isinstance(failed, SequenceFailed)
+    assert failed.payload is not None
+    assert failed.contexts == found.contexts
 
 
 @pytest.mark.parametrize(
@@ -60,8 +215,8 @@ def test_what_is_not_the_policys_doing_is_infra(
     assert (result.failure.kind, result.failure.reason) == ("infra", reason)
 
 
-def recovered(finish: str | None, turns: int = 2, malformed: int = 0) -> Recovered:
-    return Recovered(turns=turns, finish=finish, malformed=malformed)  # pyright: ignore[reportArgumentType]  # a Finish
+def recovered(finish: str | None, turns: int = 2, malformed: int = 0, whole: bool = True) -> Recovered:
+    return Recovered(turns=turns, finish=finish, malformed=malformed, whole=whole)  # pyright: ignore[reportArgumentType]  # a Finish
 
 
 @pytest.mark.parametrize(
@@ -90,6 +245,7 @@ def test_an_attempt_whose_host_died_stands_when_its_end_was_recorded(
         (verdict(0.0, "overlong"), recovered("tool_calls"), "host_lost"),
         (verdict(), recovered(None, 0), "nothing_sampled"),
         (verdict(), recovered(None, 1), "host_lost"),
+        (verdict(), recovered("stop", whole=False), "journal_damaged"),
     ],
 )
 def test_an_agent_that_missed_its_hosts_answer_is_infra(

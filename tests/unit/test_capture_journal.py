@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.capture import journal as journals
-from pipeline.capture.call import Answer
+from pipeline.capture.call import Answer, Call
 from pipeline.capture.dialogue import Dialogue
 from pipeline.capture.export import export
 from pipeline.capture.journal import HostJournal
 from pipeline.capture.messages import Message
 from pipeline.capture.records import decode, encode
 from pipeline.capture.recovery import Recovery
-from pipeline.capture.rules import Kind
+from pipeline.capture.rules import Kind, Rules
 from pipeline.capture.session import Session
 from pipeline.capture.tree import Node, SampledTurn
 from pipeline.engines.base import Routing
@@ -31,6 +31,7 @@ from schemas.config import Behaviour
 from tests.capture_parts import ScriptedEngine, complete
 
 ROOT = Path(__file__).parents[2]
+CALL = '<tool_call>{"name": "t", "arguments": {}}</tool_call>'
 
 
 def answer(number: int = 1, finish: str = "stop", malformed: int = 0) -> Answer:
@@ -84,7 +85,7 @@ def test_what_is_decoded_is_what_was_encoded_up_to_the_damage(
     assert all(map(same, (*first.nodes, *second.nodes), (prompt, sampled, sampled)))
     assert (first.session, first.parents, first.finish, first.malformed) == ("s", (0, 1), "stop", 2)
     assert (second.session, second.parents, second.finish) == ("t", (1,), "length")
-    assert first.main is (label is None)
+    assert first.main is False, "a subagent's"
     cut = data.draw(st.integers(0, len(whole) - 1))
     assert len(list(decode(whole[:cut]))) == (cut >= len(encode("s", [prompt, sampled], answer(malformed=2))))
     damaged = bytearray(whole)
@@ -124,6 +125,72 @@ async def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
     assert recovery.session("h1", "another") is None
     assert recovery.session("h2", "s1") is None
     recovery.forget("h1", "s1")
+    assert not (tmp_path / "h1").exists()
+
+
+@pytest.mark.parametrize("subagent", [False, True])
+async def test_how_it_ended_is_how_the_main_agent_ended(tmp_path: Path, subagent: bool) -> None:
+    journal = HostJournal(tmp_path, "h1")
+    engine = ScriptedEngine(lambda prompt: "a" if "sub" in prompt else CALL)
+    rules = Rules(agent_header="x-agent")
+    tenant = Session("s1", Behaviour(), 1000, engine.renderer, engine, rules=rules, journal=journal)
+    await complete(tenant, "1", Dialogue((Message("user", "q"),)))
+    if subagent:
+        call = Call("2", Dialogue((Message("user", "sub"),)), "policy")
+        assert (await tenant.answer(call, {"x-agent": "one"}).whole()).finish == "stop"
+    assert tenant.last is not None
+    assert tenant.last.finish == "tool_calls"
+    die(journal)
+    found = Recovery(tmp_path).session("h1", "s1")
+    assert found is not None
+    assert (found.turns, found.finish) == (1 + subagent, "tool_calls")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+async def test_a_damaged_journal_gives_what_was_before_and_is_no_agents_whole_work(
+    tmp_path: Path, damage: str
+) -> None:
+    journal = HostJournal(tmp_path, "h1")
+    tenant, _ = session(journal)
+    for number in range(2):
+        await complete(tenant, str(number), Dialogue((Message("user", f"q{number}"),)))
+    die(journal)
+    (path,) = (tmp_path / "h1").glob("*.wal")
+    data = bytearray(path.read_bytes())
+    if damage == "flipped":
+        data[-1] ^= 1
+    path.write_bytes(data if damage == "flipped" else data[:-1])
+    found = Recovery(tmp_path).session("h1", "s1")
+    assert found is not None
+    assert (found.turns, found.whole) == (1, False)
+
+
+async def test_a_session_with_a_segment_missing_is_not_whole(tmp_path: Path) -> None:
+    journal = HostJournal(tmp_path, "h1", segment_bytes=1)
+    tenant, _ = session(journal)
+    for number in range(3):
+        await complete(tenant, str(number), Dialogue((Message("user", f"q{number}"),)))
+    die(journal)
+    sorted((tmp_path / "h1").glob("*.wal"))[1].unlink()
+    found = Recovery(tmp_path).session("h1", "s1")
+    assert found is not None
+    assert (found.turns, found.whole) == (1, False)
+
+
+async def test_several_hosts_share_what_a_dead_one_left_and_the_last_puts_it_away(tmp_path: Path) -> None:
+    journal = HostJournal(tmp_path, "h1", segment_bytes=2000)
+    for i in range(6):
+        tenant, _ = session(journal, f"s{i}")
+        await complete(tenant, "1", Dialogue((Message("user", "q"),)))
+    journal.forget("s0")
+    die(journal)
+    hosts = [Recovery(tmp_path) for _ in range(2)]
+    assert all(host.session("h1", "s1") for host in hosts)
+    assert [host.session("h1", "s0") for host in hosts] == [None, None], "it was decided before its host died"
+    for i in range(1, 6):
+        assert (tmp_path / "h1").exists()
+        hosts[i % 2].forget("h1", f"s{i}")
+        assert all(host.session("h1", f"s{i}") is None for host in (*hosts, Recovery(tmp_path)))
     assert not (tmp_path / "h1").exists()
 
 
@@ -193,6 +260,28 @@ async def test_what_was_written_is_committed_together(
         while journal.lag:
             await asyncio.sleep(0.001)
     assert 1 <= len(commits) <= 4
+    committing.cancel()
+
+
+async def test_a_segment_that_is_full_is_committed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    sync = os.fdatasync
+    monkeypatch.setattr(
+        journals.os, "fdatasync", lambda file: (sync(file), synced.add(os.fstat(file).st_ino))
+    )
+    journal = HostJournal(tmp_path, "h1", segment_bytes=1)
+    tenant, _ = session(journal)
+    for number in range(3):
+        await complete(tenant, str(number), Dialogue((Message("user", f"q{number}"),)))
+    assert journal.lag == 3
+    committing = asyncio.create_task(journal.commit())
+    async with asyncio.timeout(10):
+        while journal.lag:
+            await asyncio.sleep(0.001)
+    assert synced == {path.stat().st_ino for path in (tmp_path / "h1").glob("*.wal")}
+    assert journal.lag == 0
     committing.cancel()
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.capture.call import Answer
-from pipeline.capture.dialogue import Dialogue
+from pipeline.capture.dialogue import Dialogue, steps
 from pipeline.capture.messages import Message, Tool, ToolCall
 from pipeline.capture.session import ContextOverflow, Session, SessionClosed, TurnLimit
 from pipeline.capture.tokenizer import PolicyTokenizer
+from pipeline.capture.tree import ContextTree
 from pipeline.engines.base import EngineUnavailable, Generation
 from schemas.config import Behaviour
 from tests.capture_parts import ScriptedEngine, byte_level_renderer, complete
@@ -163,6 +165,28 @@ async def test_whatever_an_agent_sends_is_not_tokenized_on_the_event_loop(
         await complete(tenant, str(i), dialogue, None)
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_a_long_history_is_not_walked_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(lambda _: "a")
+    tenant = session(engine, max_context=1_000_000, max_turns=10)
+    threads: dict[str, int] = {}
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            threads[name] = threading.get_ident()
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr("pipeline.capture.session.steps", recorded("steps", steps))
+    monkeypatch.setattr(ContextTree, "prompt", recorded("prompt", ContextTree.prompt))
+    many = tuple(Message("user", "q") for _ in range(400))
+    await complete(tenant, "1", Dialogue(many), None)
+    assert threads["steps"] != threading.get_ident()
+    await complete(tenant, "2", asking("x" * 200_000), None)
+    await complete(tenant, "3", asking("x" * 200_000, "a", "y"), None)
+    assert threads["prompt"] != threading.get_ident()
 
 
 async def test_trouble_is_not_recorded_and_costs_no_turn() -> None:

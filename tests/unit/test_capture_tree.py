@@ -73,13 +73,16 @@ def check(found: Export, sampled: list[Sampled], exclude: tuple[str, ...] = ()) 
     assert {name: str(column.dtype) for name, column in found.columns.items()} == COLUMNS
     assert len({len(column) for name, column in found.columns.items() if name != "segments"}) == 1
 
-    kept = [turn for turn in sampled if turn[3].label not in exclude]
+    def label(kind: Kind) -> str | None:
+        return kind.label or ("subagent" if kind.agent else None)
+
+    kept = [turn for turn in sampled if label(turn[3]) not in exclude]
     trained = sorted(tokens[mask == 1].tolist())
     assert trained == sorted(token for _, ids, _, _ in kept for token in ids)
     left_out: Counter[str] = Counter()
     for _, ids, _, kind in sampled:
-        if kind.label in exclude:
-            left_out[kind.label or ""] += len(ids)
+        if label(kind) in exclude:
+            left_out[label(kind) or ""] += len(ids)
     assert found.excluded == left_out
     was_sampled = tokens >= FIRST_SAMPLED
     assert (logprobs == np.where(was_sampled, -(tokens % 97), 0)).all()
@@ -187,7 +190,7 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(ACTIONS, st.sampled_from([(), ("title",), ("title", "compaction")]))
+@given(ACTIONS, st.sampled_from([(), ("title",), ("title", "compaction"), ("subagent",)]))
 def test_random_agents(
     actions: list[tuple[str, int, int, int, bool, Kind]], exclude: tuple[str, ...]
 ) -> None:
@@ -316,6 +319,16 @@ def test_a_compaction_is_a_context_of_its_own_and_what_follows_it_is_known() -> 
     without = export(tree, ("compaction",))
     assert [(c.label, c.generated) for c in without.contexts] == [("main", 2), ("compacted", 1)]
     assert without.excluded == {"compaction": 1}
+
+
+def test_subagents_are_left_out_where_the_configuration_says_so() -> None:
+    tree = ContextTree()
+    first = Call(tree, Dialogue((user("task"),)), "summary", "a1").answer([100_009], "done")
+    Call(tree, Dialogue((user("task"), first, user("more"))), agent="a1").answer([100_008], "more")
+    Call(tree, Dialogue((user("q"),))).answer([100_000], "a")
+    found = export(tree, ("subagent",))
+    assert [(c.label, c.generated) for c in found.contexts] == [("main", 1), ("summary", 1)]
+    assert found.excluded == {"subagent": 1}
 
 
 def test_a_subagent_that_shares_the_preamble_is_not_merged_into_main() -> None:

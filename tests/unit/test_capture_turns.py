@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.capture.call import Answer, BadRequest, Call, Piece, Text, ToolChoice
 from pipeline.capture.dialogue import Dialogue
+from pipeline.capture.journal import HostJournal
 from pipeline.capture.messages import Image, Message, Tool, ToolCall
-from pipeline.capture.rules import Auxiliary, Rules
+from pipeline.capture.rules import Auxiliary, Rules, classify
 from pipeline.capture.session import Session, SessionClosed, TurnLimit
+from pipeline.engines.base import EngineUnavailable
 from schemas.config import Behaviour
 from tests.capture_parts import ScriptedEngine, complete
 
@@ -176,6 +181,44 @@ async def test_the_budgets_of_tokens_and_time() -> None:
     assert over.value.code == "max_wall_time"
 
 
+async def test_calls_at_once_cannot_pass_the_budget_of_tokens_together() -> None:
+    engine = ScriptedEngine(lambda _: "abcdef")
+    tenant = session(engine, max_session_tokens=17, max_tokens=10)
+    engine.gate.clear()
+    calls = [
+        asyncio.create_task(complete(tenant, q, Dialogue((Message("user", q),))))
+        for q in ("a", "b", "c", "d")
+    ]
+    await engine.wait_for_prompts(1)
+    engine.gate.set()
+    async with asyncio.timeout(10):
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    answers = [answer for answer in found if isinstance(answer, Answer)]
+    # None is cut for what another might have sampled and did not.
+    assert [(answer.completion_tokens, answer.finish) for answer in answers] == [
+        (7, "stop"),
+        (7, "stop"),
+        (3, "length"),
+    ]
+    assert [type(error) for error in found if not isinstance(error, Answer)] == [TurnLimit]
+
+
+async def test_a_call_that_waits_for_the_budget_goes_on_when_the_one_before_it_fails() -> None:
+    replies: list[str | Exception] = [EngineUnavailable("down"), "abc"]
+    engine = ScriptedEngine(lambda _: replies.pop(0))
+    tenant = session(engine, max_session_tokens=9, max_tokens=9)
+    engine.gate.clear()
+    first, second = (
+        asyncio.create_task(complete(tenant, q, Dialogue((Message("user", q),)))) for q in ("a", "b")
+    )
+    await engine.wait_for_prompts(1)
+    engine.gate.set()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineUnavailable):
+            await first
+        assert (await second).content == "abc"
+
+
 RULES = Rules(
     agent_header="x-agent",
     main_agent="root",
@@ -210,6 +253,45 @@ async def test_two_agents_that_ask_the_same_are_answered_each() -> None:
     turns = [tenant.answer(Call("1", Q, "policy"), {"x-agent": name}) for name in ("one", "two", "two")]
     await asyncio.gather(*(turn.whole() for turn in turns))
     assert len(engine.prompts) == 2
+
+
+@pytest.mark.parametrize("name", ["one\udcff", "x" * 100_000, "a\nb"])
+async def test_an_agents_name_may_be_anything(tmp_path: Path, name: str) -> None:
+    engine = ScriptedEngine(lambda _: "a")
+    journal = HostJournal(tmp_path, "h1")
+    tenant = Session("s", Behaviour(), 1000, engine.renderer, engine, rules=RULES, journal=journal)
+    assert (await tenant.answer(Call("1", Q, "policy"), {"x-agent": name}).whole()).content == "a"
+    assert [context.label for context in tenant.export().contexts] == ["subagent"]
+    assert tenant.turns == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"label": "my title!"},
+        {"label": ""},
+        {"label": "title", "last": "("},
+        {"label": "title", "header": ("x-kind", "[")},
+        {"label": "title", "header": ("X-Kind", "a")},
+    ],
+)
+def test_rules_that_cannot_be_kept_are_refused_where_they_are_made(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"label|pattern|header"):
+        Auxiliary(**given)
+    with pytest.raises(ValueError, match="lower case"):
+        Rules(agent_header="X-Agent")
+
+
+def test_what_rules_look_for_takes_no_time_in_a_long_text() -> None:
+    rules = Rules(auxiliary=(Auxiliary("title", last=r"begin .* end\Z"),))
+    call = Call("1", Dialogue((Message("user", "begin " * 200_000),)), "policy")
+    started = time.perf_counter()
+    assert classify(rules, call, {}).label is None
+    assert time.perf_counter() - started < 2
+    call = Call("1", Dialogue((Message("user", "x" * 1_000_000 + "begin it, and go on"),)), "policy")
+    assert classify(rules, call, {}).label is None
+    call = Call("1", Dialogue((Message("user", "x" * 1_000_000 + "begin it, at the end"),)), "policy")
+    assert classify(rules, call, {}).label == "title"
 
 
 async def test_an_image_is_refused_where_the_policy_takes_none() -> None:
@@ -264,3 +346,24 @@ async def test_sampled_columns_are_narrow() -> None:
     tenant = session(engine)
     await complete(tenant, "1", Q)
     assert tenant.export().columns["tokens"].dtype == np.int32
+
+
+async def test_an_agent_that_asks_the_same_for_ever_has_an_end() -> None:
+    engine = ScriptedEngine(lambda _: "a")
+    tenant = session(engine, max_turns=1)
+    with pytest.raises(TurnLimit, match="120 requests came, the limit with 1 turns is 120") as over:
+        for _ in range(121):
+            await complete(tenant, "1", Q)
+    assert over.value.code == "max_requests"
+    assert len(engine.prompts) == 1
+
+
+async def test_a_recorded_answer_is_not_given_after_the_sessions_time() -> None:
+    engine = ScriptedEngine(lambda _: "a")
+    now = asyncio.get_running_loop().time()
+    tenant = Session("s", Behaviour(), 1000, engine.renderer, engine, deadline=now + 0.5)
+    with pytest.raises(TurnLimit) as over:
+        while True:
+            await complete(tenant, "1", Q)
+            await asyncio.sleep(0.01)
+    assert over.value.code == "max_wall_time"

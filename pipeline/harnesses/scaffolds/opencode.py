@@ -3,8 +3,9 @@
 from pipeline.capture.rules import Auxiliary, Rules
 
 RULES = Rules(
-    # Only subagents' requests have it. It names their parent: x-session-id would name them, but the main agent has that, too.
-    agent_header="x-parent-session-id",
+    # Every request names its agent; only subagents' name a parent.
+    agent_header="x-session-id",
+    subagent_header="x-parent-session-id",
     auxiliary=(
         # The first request of a session, to small_model.
         Auxiliary("title", system=r"\AYou are a title generator\.", tools=False),
