@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 import tempfile
@@ -37,7 +36,8 @@ import capture_litellm
 from capture_calls import overheads
 from capture_length import long_dialogue, tokenizing
 from capture_scale import Load, scale
-from capture_world import Figure, say
+from capture_world import say
+from report import Figure, tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +66,6 @@ async def measure(size: Size, with_litellm: bool) -> list[Figure]:
         return figures + await long_dialogue(*size.long)
 
 
-def missed(row: Figure) -> bool:
-    """Whether the figure has a goal and does not reach it."""
-    if not row["goal"]:
-        return False
-    return row["value"] < row["goal"] if row["better"] == "higher" else row["value"] > row["goal"]
-
-
-def table(figures: list[Figure]) -> str:
-    lines = [f"{'figure':<36} {'value':>12} {'unit':<8} {'goal':>10} {'against':>12} {'ratio':>8}"]
-    for row in figures:
-        goal = f"{row['goal']:,.2f}" if row["goal"] else "-"
-        ratio = row["value"] / row["against"]
-        lines.append(
-            f"{row['name']:<36} {row['value']:>12,.2f} {row['unit']:<8} {goal:>10} {row['against']:>12,.2f} {ratio:>8.3f}"
-            + (" MISSED" if missed(row) else "")
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="What capture costs.")
     parser.add_argument(
@@ -102,9 +83,7 @@ def main() -> None:
     # Whoever ends this ends its servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures = asyncio.run(measure(size, with_litellm))
-    print(table(figures))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    tell(figures, arguments.json, 36, 2)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+from report import Figure
 
 from pipeline.capture.call import Call, Reply, ToolChoice
 from pipeline.capture.dialects.anthropic import Anthropic
@@ -27,7 +28,6 @@ from pipeline.capture.messages import Message
 from pipeline.capture.renderers.base import Renderer
 from pipeline.capture.secret import session_url
 
-Figure = dict[str, Any]
 Protocol = Literal["chat", "messages", "responses"]
 PATHS: dict[Protocol, str] = {
     "chat": "chat/completions",

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 import tempfile
@@ -30,7 +29,8 @@ from pathlib import Path
 
 from log_rates import publishing, reading, syncing
 from log_run import whole_run
-from log_server import DEFAULT_SYNC, Figure, Server
+from log_server import DEFAULT_SYNC, Server
+from report import Figure, tell
 
 
 async def measure(rounds: int, each: int, events: int, early: int, groups: int) -> list[Figure]:
@@ -43,25 +43,6 @@ async def measure(rounds: int, each: int, events: int, early: int, groups: int) 
         with Server(Path(directory) / "always", "always") as always:
             figures += await syncing(server, always, each, rounds)
         return figures + await whole_run(server, events, early, groups)
-
-
-def missed(row: Figure) -> bool:
-    """Whether the figure has a goal and does not reach it."""
-    if not row["goal"]:
-        return False
-    return row["value"] < row["goal"] if row["better"] == "higher" else row["value"] > row["goal"]
-
-
-def table(figures: list[Figure]) -> str:
-    lines = [f"{'figure':<24} {'value':>12} {'unit':<10} {'goal':>12} {'against':>12} {'ratio':>7}"]
-    for row in figures:
-        goal = f"{row['goal']:,.1f}" if row["goal"] else "-"
-        ratio = row["value"] / row["against"]
-        lines.append(
-            f"{row['name']:<24} {row['value']:>12,.1f} {row['unit']:<10} {goal:>12} {row['against']:>12,.1f} {ratio:>7.3f}"
-            + (" MISSED" if missed(row) else "")
-        )
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -80,9 +61,7 @@ def main() -> None:
     # Whoever ends this ends its servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures = asyncio.run(work)
-    print(table(figures))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    tell(figures, arguments.json, 24, 1)
 
 
 if __name__ == "__main__":

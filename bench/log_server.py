@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import nats
 from nats.aio.client import Client
+from report import Figure
 
 from schemas.config import Broker
 
-Figure = dict[str, Any]
 _T = TypeVar("_T")
 DEFAULT_SYNC = "2m"
 """JetStream's own: what was acknowledged in the last two minutes is lost with the machine."""
