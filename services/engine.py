@@ -12,13 +12,16 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from pipeline.engines.base import EngineUnavailable
 from pipeline.engines.client import open_replicas
 from pipeline.engines.policies import BESIDE_WEIGHTS, policy_dir
 from pipeline.engines.push import bring_up, remove_old, write_version
+from pipeline.engines.replicas import Replica
 from pipeline.engines.wire import PauseMode
 from pipeline.log import end_tasks
 from pipeline.secret_file import read_secret
@@ -92,7 +95,7 @@ def _published(event: Event) -> PolicyPublished:
 
 
 class _Newest:
-    """What was published last, and word of it."""
+    """What was published last; `changed` is of the next change, and set at the end, too."""
 
     def __init__(self, event: Event | None) -> None:
         self.event, self.changed = event, asyncio.Event()
@@ -101,7 +104,31 @@ class _Newest:
         start = self.event.seq + 1 if self.event is not None else 1
         async for event in ctx.log.subscribe("policy.published", start=start):
             self.event = event
-            self.changed.set()
+            self.tell()
+
+    def tell(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class _Weights:
+    """The directories that engines read. `reading`: the version that each replica is at, by url, while it loads."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._root = Path(ctx.config.engine.weights_dir) / ctx.run
+        self._policy = policy_dir(ctx.config.engine.policy, BESIDE_WEIGHTS)
+        self._writing = asyncio.Lock()
+        self.reading: dict[str, int] = {}
+
+    async def directory(self, fact: PolicyPublished) -> Path:
+        async with self._writing:
+            directory = self._root / f"{fact.step:08d}"
+            if not directory.is_dir():
+                blob = await self._ctx.store.get(fact.weights)
+                await asyncio.to_thread(write_version, self._root, fact.step, blob, self._policy)
+                await asyncio.to_thread(remove_old, self._root, {fact.step, *self.reading.values()})
+            return directory
 
 
 async def _keep_current(ctx: Context, token: str | None) -> None:
@@ -110,48 +137,53 @@ async def _keep_current(ctx: Context, token: str | None) -> None:
         raise ValueError(
             f"engine.weights_dir is empty: name a directory that the {settings.kind} engines read, or do not run this service"
         )
-    root = Path(settings.weights_dir) / ctx.run
-    policy = policy_dir(settings.policy, BESIDE_WEIGHTS)
+    weights = _Weights(ctx)
     replicas = open_replicas(settings, token)
     newest = _Newest(await ctx.log.latest("policy.published"))
     following = asyncio.create_task(newest.follow(ctx))
     stopping = asyncio.create_task(ctx.stop.wait())
-    told: dict[str, str | None] = {}
+    # Each for itself: one that hangs in loading may take minutes.
+    keeping = [asyncio.create_task(_keep(ctx, newest, weights, replica)) for replica in replicas]
     try:
-        while not ctx.stop.is_set():
-            newest.changed.clear()
-            if newest.event is not None:
-                fact = _published(newest.event)
-                directory = root / f"{fact.step:08d}"
-                if not directory.is_dir():
-                    blob = await ctx.store.get(fact.weights)
-                    await asyncio.to_thread(write_version, root, fact.step, blob, policy)
-                found = await bring_up(replicas, directory, fact.step, _MODES[settings.kind])
-                _tell(ctx, fact.step, found, told)
-                if not any(found.values()):
-                    await asyncio.to_thread(remove_old, root)
-            changed = asyncio.create_task(newest.changed.wait())
-            try:
-                done, _ = await asyncio.wait(
-                    (changed, following, stopping), timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED
-                )
-            finally:
-                await end_tasks([changed])
-            if following in done:
-                following.result()
+        done, _ = await asyncio.wait((following, stopping, *keeping), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        newest.tell()
+        # An update that has begun is ended, or the engine would stay paused.
+        await asyncio.gather(*keeping)
     finally:
-        await end_tasks((following, stopping))
+        await end_tasks((following, stopping, *keeping))
         for replica in replicas:
             await replica.close()
 
 
-def _tell(ctx: Context, step: int, found: dict[str, str | None], told: dict[str, str | None]) -> None:
-    """Says what has changed since it was told last."""
-    for url, problem in found.items():
-        state = problem or f"version {step}"
-        if told.get(url) != state:
-            told[url] = state
-            if problem is None:
-                ctx.logger.info("%s has policy version %d", url, step, extra={"step": step})
-            else:
-                ctx.logger.error("%s is not at policy version %d: %s", url, step, problem)
+async def _keep(ctx: Context, newest: _Newest, weights: _Weights, replica: Replica) -> None:
+    """Keeps one replica at the newest weights, and says what has changed since it was told last."""
+    told, samples = "", False
+    mode = _MODES[ctx.config.engine.kind]
+    while not ctx.stop.is_set():
+        changed = newest.changed
+        if newest.event is not None:
+            fact = _published(newest.event)
+            weights.reading[replica.url] = fact.step
+            try:
+                await bring_up(replica, await weights.directory(fact), fact.step, mode, samples)
+                samples, state = True, f"has policy version {fact.step}"
+            except EngineUnavailable as error:
+                samples, state = False, f"is not at policy version {fact.step}: {error}"
+            finally:
+                weights.reading.pop(replica.url, None)
+            if state != told:
+                ctx.logger.log(
+                    logging.INFO if samples else logging.ERROR,
+                    "%s %s",
+                    replica.url,
+                    state,
+                    extra={"step": fact.step},
+                )
+                told = state
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await changed.wait()
+        except TimeoutError:
+            continue

@@ -40,7 +40,7 @@ class VllmDouble:
     """Samples `token(i)` at place i of the whole sequence, up to max_tokens, under `version`.
 
     paused: refuse requests. silent: answer no token, as vLLM 0.32 does while it is paused. deaf: answer no control, health checks among them. mad: say that
-    what was sampled could not be.
+    what was sampled could not be. slow_reload: read no weights while it is set.
     cut_after: drop the connection after so many tokens of the next answers, one number an answer; None: never.
     on_token: called before each token with the number of tokens of this answer so far.
     """
@@ -56,6 +56,7 @@ class VllmDouble:
     requests: list[dict[str, Any]] = field(default_factory=list)
     controls: list[tuple[str, Any]] = field(default_factory=list)
     broken_reload: bool = False
+    slow_reload: bool = False
     mad: bool = False
     _aborted: set[str] = field(default_factory=set)
 
@@ -156,6 +157,8 @@ class VllmDouble:
             return web.json_response({"is_paused": self.paused or self.silent})
         if request.path == "/update_weight_version":
             self.version = body["new_version"]
+        while request.path == "/collective_rpc" and self.slow_reload:
+            await asyncio.sleep(0.01)
         if request.path == "/collective_rpc" and self.broken_reload:
             return web.json_response({"error": "no such directory"}, status=500)
         if request.path == "/inference/v1/abort_requests":

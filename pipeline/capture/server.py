@@ -13,6 +13,7 @@ A base URL works with /v1 at its end and without: clients differ in which of the
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -282,6 +283,10 @@ class Capture:
                 visit.request.transport.abort()
         except ConnectionError:
             turn.lost()
+        except asyncio.CancelledError:
+            # So the server ends the work for a client that goes away.
+            turn.lost()
+            raise
         return response
 
     def _dialect(self, request: web.Request) -> Dialect:
@@ -340,7 +345,8 @@ _LOG.addFilter(_without_request_line)
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items()}
+    # Bytes that are no UTF-8 come as half surrogates, which no record could hold.
+    return {name.lower(): value.encode(errors="backslashreplace").decode() for name, value in headers.items()}
 
 
 def _json(status: int, body: dict[str, Any]) -> web.Response:
@@ -349,7 +355,9 @@ def _json(status: int, body: dict[str, Any]) -> web.Response:
 
 def _told(dialect: Dialect, told: Trouble) -> web.Response:
     status = dialect.overloaded if told.status == 503 else told.status
-    response = _json(status, dialect.error(told.status, told.message, told.code, told.param))
+    body = dialect.error(told.status, told.message, told.code, told.param)
+    # LiteLLM knows an overflow by the very text `"code": "context_length_exceeded"`, with the space.
+    response = web.Response(status=status, text=json.dumps(body), content_type="application/json")
     if told.again:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response

@@ -283,12 +283,17 @@ class Session:
             self._journal.record(self.id, self._tree.nodes[known:], answer)
         return answer
 
+    def _own_seed(self, seed: int) -> int:
+        """A scaffold may send the same seed always: the group's sequences are samples all the same, each its own."""
+        made = hashlib.blake2b(f"{self.id}/{seed}".encode(), digest_size=8).digest()
+        return int.from_bytes(made, "big") >> 1
+
     def _params(self, call: Call, most: int) -> SamplingParams:
         return SamplingParams(
             max_tokens=most,
             temperature=self.behaviour.temperature,
             top_p=self.behaviour.top_p,
-            seed=call.seed,
+            seed=None if call.seed is None else self._own_seed(call.seed),
             stop_token_ids=self._renderer.stop_token_ids,
             logprobs=0,
         )

@@ -129,6 +129,10 @@ async def send_events(
         await events.finish()
     except _Gone:
         turn.lost()
+    except asyncio.CancelledError:
+        # So the server ends the work for a client that goes away.
+        turn.lost()
+        raise
     return events.response
 
 

@@ -8,7 +8,8 @@ rows of routing join without a gap and without a row twice.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, cast
@@ -25,6 +26,18 @@ Prompt = Sequence[int] | npt.NDArray[np.int32]
 
 class BadAnswer(ValueError):
     """An engine's answer that holds no usable generation. Its message goes on from "the engine at URL answered"."""
+
+
+@contextmanager
+def answered() -> Generator[None, None, None]:
+    """Around the reading of an answer: one that has another form than it should is a BadAnswer. Any other exception would
+    count as a mistake of ours, and the turn as the policy's."""
+    try:
+        yield
+    except BadAnswer:
+        raise
+    except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
+        raise BadAnswer(f"something of another form: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +95,14 @@ class Progress:
     def add(
         self, token_ids: list[int], logprobs: list[float], candidates: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Append tokens. Raises BadAnswer for a count that does not fit or a log-probability that cannot be."""
+        """Append tokens. Raises BadAnswer for a count that does not fit, what is no token id, or a log-probability that
+        cannot be."""
         count = len(token_ids)
         if len(logprobs) != count:
             raise BadAnswer(f"{len(logprobs)} logprobs for {count} tokens")
+        wrong = next((token for token in token_ids if type(token) is not int or not 0 <= token < 2**31), None)
+        if wrong is not None:
+            raise BadAnswer(f"{wrong!r} where a token id stands")
         # vLLM writes -9999 where it has -inf or NaN; neither can be the log-probability of a sampled token. NaN fails too.
         if not all(-9999.0 < logprob < 1e-3 for logprob in logprobs):
             at = next(i for i, logprob in enumerate(logprobs) if not -9999.0 < logprob < 1e-3)
@@ -123,7 +140,11 @@ class Progress:
         self._labelled += count
 
     def route(self, rows: Rows) -> None:
-        """Rows from `next_row` on. Without images there is one for every token that was an input, and none more."""
+        """Rows from `next_row` on. Without images there is one for every token that was an input, and none more. Raises
+        BadAnswer."""
+        if self._rows and rows.shape[1:] != self._rows[0].shape[1:]:
+            (layers, k), (others, other) = self._rows[0].shape[1:], rows.shape[1:]
+            raise BadAnswer(f"routed experts of {others} layers of {other} after {layers} layers of {k}")
         self._rows.append(rows)
 
     @property

@@ -1,24 +1,24 @@
 """New weights for engines that others run: a directory that they read, and the calls that make them read it.
 
-Promises: a directory under its version's name is whole; every replica that answers is brought to the newest version, one
-that was away or was started anew as soon as it answers again; a replica that cannot be updated does not keep the others
-from it.
+Promises: a directory under its version's name is whole, also after the machine fell; an engine that was left paused, by
+whoever died in an update, samples again once it has the newest weights.
 """
 
 from __future__ import annotations
 
-import asyncio
+import os
+import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
-from pipeline.engines.base import EngineUnavailable
 from pipeline.engines.replicas import Replica
 from pipeline.engines.wire import PauseMode
 
 WEIGHTS = "model.safetensors"
 KEPT = 2
 """Versions whose directories stay: an engine may be reading the one before the newest."""
+_PART = ".part"
 
 
 def write_version(root: Path, version: int, blob: bytes, policy: Path) -> Path:
@@ -30,8 +30,8 @@ def write_version(root: Path, version: int, blob: bytes, policy: Path) -> Path:
     if final.is_dir():
         return final
     root.mkdir(parents=True, exist_ok=True)
-    aside = root / f".{final.name}.part"
-    shutil.rmtree(aside, ignore_errors=True)
+    # A name of its own: two that wrote into one would rename what the other has not finished.
+    aside = root / f".{final.name}.{secrets.token_hex(4)}{_PART}"
     aside.mkdir()
     for file in policy.iterdir():
         if (
@@ -41,32 +41,48 @@ def write_version(root: Path, version: int, blob: bytes, policy: Path) -> Path:
         ):
             shutil.copyfile(file, aside / file.name)
     (aside / WEIGHTS).write_bytes(blob)
-    aside.rename(final)
+    for path in (*aside.iterdir(), aside):
+        _commit(path)
+    try:
+        aside.rename(final)
+    except OSError:
+        # Another was first.
+        if not final.is_dir():
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    _commit(root)
     return final
 
 
-def remove_old(root: Path) -> None:
-    """Removes all but the newest versions."""
-    versions = sorted(path for path in root.iterdir() if path.is_dir() and path.name.isdigit())
-    for path in versions[:-KEPT]:
-        shutil.rmtree(path)
+def remove_old(root: Path, reading: Collection[int] = ()) -> None:
+    """Removes all but the newest versions and those that engines are `reading`, and what writers of old ones left."""
+    versions = sorted(int(path.name) for path in root.iterdir() if path.is_dir() and path.name.isdigit())
+    kept = {*versions[-KEPT:], *reading}
+    for version in versions:
+        if version not in kept:
+            shutil.rmtree(root / f"{version:08d}")
+    for part in root.glob(f".*{_PART}"):
+        if versions and int(part.name.split(".")[1]) <= versions[-1]:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 async def bring_up(
-    replicas: Sequence[Replica], directory: Path, version: int, mode: PauseMode
-) -> dict[str, str | None]:
-    """Update each replica that does not say `version`; by url, what kept it from it (None: it has it now).
+    replica: Replica, directory: Path, version: int, mode: PauseMode, samples: bool = False
+) -> None:
+    """Update the replica if it does not say `version`. Raises EngineUnavailable.
 
-    mode: what becomes of requests under way, see `VllmReplica.update`.
+    mode: what becomes of requests under way, see `VllmReplica.update`. samples: whether it is known to have been resumed
+    since; if not it is, in case that an update ended before that.
     """
+    if await replica.version() != version:
+        await replica.update(str(directory), version, mode)
+    elif not samples or await replica.paused():
+        await replica.resume()
 
-    async def one(replica: Replica) -> str | None:
-        try:
-            if await replica.version() != version:
-                await replica.update(str(directory), version, mode)
-        except EngineUnavailable as error:
-            return str(error)
-        return None
 
-    found = await asyncio.gather(*map(one, replicas))
-    return {replica.url: problem for replica, problem in zip(replicas, found, strict=True)}
+def _commit(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -18,10 +18,10 @@ import asyncio
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from pipeline.engines.base import EngineUnavailable, Generation, ImageItem, Watch
 from pipeline.engines.progress import Ask, Progress, Prompt
@@ -67,6 +67,8 @@ class Replica(Protocol):
     async def paused(self, within: float = 5.0) -> bool: ...
 
     async def update(self, directory: str, version: int, mode: PauseMode = "abort") -> None: ...
+
+    async def resume(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -275,8 +277,8 @@ class Replicas:
         index = self._choose(trying.session_id, trying.tried)
         if index is None:
             first, most = _BACKOFF_S
-            pause = random.uniform(0, min(most, first * 2**trying.waits))  # noqa: S311  # jitter
-            pause = max(pause, trying.after)
+            most = min(most, first * 2 ** min(trying.waits, 16))
+            pause = trying.after + random.uniform(0, most)  # noqa: S311  # jitter
             if time.monotonic() + pause >= trying.deadline:
                 urls = ", ".join(state.replica.url for state in self._states)
                 raise EngineUnavailable(f"{urls}: no answer before the deadline; last: {trying.last}")
@@ -323,8 +325,8 @@ class Replicas:
         while True:
             await asyncio.sleep(HEALTH_S)
             replicas = [state.replica for state in self._states]
-            healthy = await asyncio.gather(*(replica.healthy(_HEALTH_LIMIT_S) for replica in replicas))
-            paused = await asyncio.gather(*(replica.paused(_HEALTH_LIMIT_S) for replica in replicas))
+            healthy = await _each(replica.healthy(_HEALTH_LIMIT_S) for replica in replicas)
+            paused = await _each(replica.paused(_HEALTH_LIMIT_S) for replica in replicas)
             # All are paused while all get new weights; one that stays so alone was not able to load them.
             alone = any(good and not still for good, still in zip(healthy, paused, strict=True))
             for state, good, still in zip(self._states, healthy, paused, strict=True):
@@ -336,6 +338,11 @@ class Replicas:
                     # A host that vanished closes no connection: what waits on it goes elsewhere.
                     for part in state.parts:
                         part.cancel()
+
+
+async def _each(checks: Iterable[Coroutine[Any, Any, bool]]) -> list[bool]:
+    """What each says. One that raises says no: whatever it is, it must not end the looking after the others."""
+    return [found is True for found in await asyncio.gather(*checks, return_exceptions=True)]
 
 
 def _view(state: _State) -> View:

@@ -20,3 +20,10 @@ class Scores:
     logprobs: npt.NDArray[np.float32]
     top_ids: npt.NDArray[np.int32]
     top_logprobs: npt.NDArray[np.float32]
+
+
+def of_numbers(scores: Scores) -> Scores:
+    """Raises ValueError where one is NaN, as which numpy also takes an engine's null."""
+    if np.isnan(scores.logprobs).any() or np.isnan(scores.top_logprobs).any():
+        raise ValueError("a log-probability that is no number")
+    return scores

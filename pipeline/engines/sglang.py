@@ -36,6 +36,7 @@ class SglangReplica:
         self.url = self._http.base
         self._experts = experts
         self._version, self._version_at = 0, float("-inf")
+        self._asking = asyncio.Lock()
 
     async def close(self) -> None:
         await self._http.close()
@@ -157,8 +158,11 @@ class SglangReplica:
         return "abort"
 
     async def _known_version(self) -> int:
-        if time.monotonic() - self._version_at > _FRESH_S:
-            self._version_at = time.monotonic()
-            with suppress(EngineUnavailable):
-                await self.version(2.0)
+        # Those who ask at once wait for one answer.
+        async with self._asking:
+            if time.monotonic() - self._version_at > _FRESH_S:
+                # An engine that is away is told of by the request; one that does not say its version has the last known.
+                with suppress(EngineUnavailable):
+                    await self.version(2.0)
+                self._version_at = time.monotonic()
         return self._version

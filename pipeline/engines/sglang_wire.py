@@ -14,9 +14,9 @@ from typing import Any, cast
 import numpy as np
 import orjson
 
-from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, plain
+from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, answered, plain
 from pipeline.engines.routing import from_raw
-from pipeline.engines.scores import Scores
+from pipeline.engines.scores import Scores, of_numbers
 from pipeline.engines.wire import SamplingParams
 
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
@@ -74,6 +74,7 @@ def restricted(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
 
 
+@answered()
 def take(
     data: bytes, progress: Progress, ask: Ask, k: int | None, floor: int
 ) -> tuple[list[int], str | None]:
@@ -129,6 +130,7 @@ def error_of(data: bytes) -> Mapping[str, Any] | None:
     return {"code": 400} | shown
 
 
+@answered()
 def scores(data: bytes, token_ids: Prompt, top_k: int) -> Scores:
     """The log-probabilities of a prompt. Raises BadAnswer."""
     meta = _meta(data)
@@ -152,7 +154,7 @@ def scores(data: bytes, token_ids: Prompt, top_k: int) -> Scores:
                 )
             ids[row] = [entry[1] for entry in first]
             top[row] = [entry[0] for entry in first]
-    return Scores(own, ids, top)
+    return of_numbers(Scores(own, ids, top))
 
 
 def _label(meta: Mapping[str, Any], progress: Progress, new: int, stream: bool, floor: int) -> None:

@@ -8,6 +8,7 @@ a header and never part of a message.
 from __future__ import annotations
 
 import io
+import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -150,7 +151,9 @@ class Transport:
         # Made at first use: aiohttp binds a session to the running loop.
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                headers=self._headers, connector=aiohttp.TCPConnector(limit=0), read_bufsize=1 << 18
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0, socket_factory=_kept_alive),
+                read_bufsize=1 << 18,
             )
         return self._http
 
@@ -186,6 +189,19 @@ class Transport:
         if status in _RETRYABLE:
             return Broken(reason, after)
         return EngineUnavailable(f"{self.base}: {reason}")
+
+
+def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
+    """A host that vanishes closes no connection: a generation on it would wait for its deadline, hours away."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 30),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 3),
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

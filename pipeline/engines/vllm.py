@@ -45,6 +45,7 @@ class VllmReplica:
         self.url = self._http.base
         self._images: OrderedDict[str, None] = OrderedDict()
         self._version, self._version_at = 0, float("-inf")
+        self._asking = asyncio.Lock()
 
     async def close(self) -> None:
         await self._http.close()
@@ -192,12 +193,13 @@ class VllmReplica:
                         progress.keep(0, len(token_ids))
 
     async def _known_version(self) -> int:
-        if time.monotonic() - self._version_at > _FRESH_S:
-            # Set first: one of those who ask at once is enough.
-            self._version_at = time.monotonic()
-            # An engine that is away is told of by the request; one that does not say its version has 0.
-            with suppress(EngineUnavailable):
-                await self.version(_ABORT_S)
+        # Those who ask at once wait for one answer.
+        async with self._asking:
+            if time.monotonic() - self._version_at > _FRESH_S:
+                # An engine that is away is told of by the request; one that does not say its version has the last known.
+                with suppress(EngineUnavailable):
+                    await self.version(_ABORT_S)
+                self._version_at = time.monotonic()
         return self._version
 
     def _remember(self, images: Sequence[ImageItem]) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import orjson
 
 from pipeline.engines.base import ImageItem
-from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, plain
+from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, answered, plain
 from pipeline.engines.routing import from_npy
-from pipeline.engines.scores import Scores
+from pipeline.engines.scores import Scores, of_numbers
 
 _EXPERTS = b'"routed_experts":"'
 FINISHED = frozenset({"stop", "length", "abort"})
@@ -39,12 +39,14 @@ def request_body(ask: Ask, known: Callable[[str], bool]) -> bytes:
 
 
 def score_body(token_ids: Prompt, top_k: int, request_id: str) -> bytes:
-    """A request that scores its prompt. One token is sampled, as none cannot be asked for."""
-    params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
+    """A request that scores its prompt. One token is sampled, as none cannot be asked for; `top_k`, since a server that
+    returns sampling masks answers nothing without it."""
+    params = {"max_tokens": 1, "temperature": 0.0, "top_k": 1, "prompt_logprobs": top_k}
     body = {"token_ids": plain(token_ids), "sampling_params": params, "request_id": request_id}
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+@answered()
 def take(data: bytes, progress: Progress, checked: bool = True) -> tuple[list[int], str | None]:
     """Read a whole answer, or one event of a stream, into `progress`: its tokens, and why it ended (None: it goes on).
 
@@ -94,6 +96,7 @@ def error_of(data: bytes) -> Mapping[str, Any] | None:
     return cast("dict[str, Any]", error) if isinstance(error, dict) else {"message": str(error)}
 
 
+@answered()
 def scores(data: bytes, token_ids: Prompt, top_k: int) -> Scores:
     """The log-probabilities of a prompt. Raises BadAnswer when a token or a place among the first `top_k` is missing."""
     answer = _object(data)
@@ -119,7 +122,7 @@ def scores(data: bytes, token_ids: Prompt, top_k: int) -> Scores:
                 )
             ids[row] = [int(token) for token, _ in ranked]
             top[row] = [value["logprob"] for _, value in ranked]
-    return Scores(own, ids, top)
+    return of_numbers(Scores(own, ids, top))
 
 
 def _part(image: ImageItem, known: bool) -> dict[str, str | None]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import warnings
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import anthropic
 import openai
 import pytest
+from aiohttp import web
 
+from pipeline.capture.journal import HostJournal
+from pipeline.capture.rules import Rules
 from pipeline.capture.secret import session_secret
 from pipeline.capture.server import Limits
 from pipeline.engines.base import EngineRefused, EngineUnavailable
+from schemas.config import Behaviour
 from tests.capture_http_parts import ASK, CALLS, KEY, Proxy, Raw, eventually, form, proxied
 
 
@@ -298,3 +304,42 @@ async def test_no_secret_is_logged(
     await eventually(lambda: door.calls == 0)
     assert "Error handling request" in caplog.text
     assert session_secret(KEY, "s1") not in caplog.text
+
+
+async def test_a_header_that_is_no_text_names_an_agent_all_the_same(proxy: Proxy, tmp_path: Path) -> None:
+    journal = HostJournal(tmp_path, "h1")
+    proxy.capture.open("s1", Behaviour(max_turns=9), Rules(agent_header="x-agent"), journal=journal)
+    for name, turns in ((b"\xff", 1), (b"\xfe", 2), (b"\xff", 2)):
+        raw = await Raw.connect(proxy.base_url)
+        target = proxy.url().removeprefix(proxy.base_url)
+        body = json.dumps(ASK).encode()
+        raw.writer.write(
+            f"POST {target}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
+            + b"X-Agent: %b\r\n\r\n%b" % (name, body)
+        )
+        assert (await raw.head())[0] == 200
+        assert len(proxy.engine.prompts) == turns
+        await raw.close()
+    journal.forget("s1")
+    journal.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), CALLS)
+async def test_an_answer_that_its_client_did_not_take_whole_is_owed(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    session = proxy.open()
+    sending = asyncio.Event()
+
+    async def held(self: web.StreamResponse, data: bytes = b"") -> None:
+        sending.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(web.StreamResponse if stream else web.Response, "write_eof", held)
+    raw = await proxy.raw(path, {**body, "stream": stream})
+    async with asyncio.timeout(20):
+        await sending.wait()
+    assert not session.owed
+    raw.cut()
+    await eventually(lambda: session.owed)

@@ -178,3 +178,62 @@ async def test_without_a_directory_that_they_read_the_service_says_so(context: C
     nowhere = replace(context, config=context.config.model_copy(update={"engine": settings}))
     with pytest.raises(ValueError, match=r"engine\.weights_dir is empty"):
         await engine.serve(nowhere)
+
+
+async def test_a_replica_that_hangs_in_loading_does_not_keep_the_others_from_newer_weights(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "CHECK_S", 0.05)
+    first, second = VllmDouble(), VllmDouble(slow_reload=True)
+    async with vllm_double(first) as a, vllm_double(second) as b, asyncio.timeout(60):
+        kept = await given(context, tmp_path, "vllm", [a, b])
+        await publish(context, 1)
+        serving = asyncio.create_task(engine.serve(kept))
+        await until(lambda: bool(reloads(second.controls)) or serving.done())
+        for step in (2, 3, 4, 5):
+            await publish(context, step)
+            await until(lambda step=step: first.version == str(step) or serving.done())
+        root = tmp_path / "weights" / context.run
+        loading = reloads(second.controls)[0]
+        await until(lambda: len(list(root.iterdir())) == 3)
+        assert Path(loading).is_dir(), "it may be reading it still"
+        second.slow_reload = False
+        await until(lambda: second.version == "5")
+        kept.stop.set()
+        await serving
+
+
+async def test_a_replica_that_is_gone_for_good_does_not_fill_the_disk(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory
+) -> None:
+    monkeypatch.setattr(engine, "CHECK_S", 0.05)
+    first = VllmDouble()
+    gone = f"http://127.0.0.1:{unused_tcp_port_factory()}"
+    async with vllm_double(first) as a, asyncio.timeout(60):
+        kept = await given(context, tmp_path, "vllm", [a, gone])
+        serving = asyncio.create_task(engine.serve(kept))
+        for step in (1, 2, 3, 4, 5):
+            await publish(context, step)
+            await until(lambda step=step: first.version == str(step) or serving.done())
+        root = tmp_path / "weights" / context.run
+        await until(lambda: sorted(p.name for p in root.iterdir()) == ["00000004", "00000005"])
+        kept.stop.set()
+        await serving
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_an_engine_that_was_left_paused_with_the_newest_weights_samples_again(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As a service leaves it that dies between the last two calls of an update."""
+    monkeypatch.setattr(engine, "CHECK_S", 0.05)
+    left = VllmDouble(version="1", paused=True) if kind == "vllm" else SglangDouble(version="1", paused=True)
+    serve = vllm_double(left) if isinstance(left, VllmDouble) else sglang_double(left)
+    async with serve as url, asyncio.timeout(60):
+        kept = await given(context, tmp_path, kind, [url])
+        await publish(context, 1)
+        serving = asyncio.create_task(engine.serve(kept))
+        await until(lambda: not left.paused or serving.done())
+        assert not left.paused
+        kept.stop.set()
+        await serving

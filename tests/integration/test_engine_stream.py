@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,8 +14,12 @@ import torch
 
 from pipeline.engines.base import EngineRefused, EngineUnavailable, ImageItem
 from pipeline.engines.client import EngineClient
+from pipeline.engines.progress import Ask
 from pipeline.engines.tiny.engine import EngineDead
 from pipeline.engines.tiny.model import load_model, weights_to_bytes
+from pipeline.engines.transport import Transport
+from pipeline.engines.vllm import GENERATE
+from pipeline.engines.vllm_wire import request_body
 from pipeline.engines.wire import SamplingParams
 from tests.tiny_engine_parts import PROMPT, Running, random_policy, random_weights, serving, until
 from tests.vllm_double import VllmDouble, double, routed
@@ -150,6 +156,31 @@ async def test_a_connection_that_breaks_loses_no_token_and_repeats_none():
     seeds = [r["sampling_params"]["seed"] for r in engine.requests]
     assert seeds[1] == seeds[2]
     assert len(set(seeds)) == 3
+
+
+async def test_all_who_ask_at_once_know_the_version_that_is_in_use():
+    engine = VllmDouble(version="7", cut_after=[5] * 8)
+    async with double(engine) as url, EngineClient(url, timeout=20) as client:
+        params = SamplingParams(max_tokens=6, seed=1)
+        calls = (client.generate(LONG, params, f"r{i}", "s", watch=lambda _: None) for i in range(8))
+        found = await asyncio.gather(*calls)
+    assert [set(got.versions) for got in found] == [{7}] * 8
+
+
+async def test_a_connection_to_a_host_that_vanishes_is_given_up():
+    """No host vanishes here: what makes the kernel notice is asked of it."""
+    async with double(VllmDouble(silent=True)) as url:
+        http = Transport(url)
+        body = Ask(LONG, SamplingParams(max_tokens=1), "r", "s", stream=True)
+        async with http._post(GENERATE, request_body(body, bool), {}, time.monotonic() + 20) as response:
+            assert response.connection is not None
+            assert response.connection.transport is not None
+            used = response.connection.transport.get_extra_info("socket")
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            idle, between, count = (used.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+            assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert idle + between * count <= 60
+        await http.close()
 
 
 async def test_tokens_of_a_broken_stream_are_called_no_newer_than_they_are():

@@ -336,6 +336,36 @@ def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
         DIALECT.parse(raw, REPLY)
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        user({"type": LONG}),
+        user({"type": "image", "source": {"type": LONG}}),
+        user({"type": "document", "source": {"type": LONG}}),
+        user({"type": {"deep": [LONG]}}),
+    ],
+)
+def test_a_refusal_does_not_repeat_what_it_refuses_at_length(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as refused:
+        parse(**fields)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("depth", [300, 1000])
+def test_a_body_that_nests_too_deep_is_refused(depth: int) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    tools = [{"name": "t", "input_schema": "DEEP"}]
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n", "input": "DEEP"}]}
+    for fields in ({"tools": tools}, {"messages": [used, *ASK["messages"]]}, {"metadata": "DEEP"}):
+        raw = body({**ASK, **fields}).replace(b'"DEEP"', deep.encode())
+        for read in (DIALECT.parse, DIALECT.parse_count):
+            with pytest.raises(BadRequest, match=r"nests too deep|JSON"):
+                read(raw, REPLY)
+
+
 def test_half_a_surrogate_pair_is_repaired_and_counted() -> None:
     # Clients that cut a tool's output in the middle of a character send this.
     call = DIALECT.parse(

@@ -307,6 +307,26 @@ def test_tool_choice(choice: Any, expected: ToolChoice) -> None:
     )
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": LONG},
+        {"tool_choice": {"type": LONG}},
+        {"tool_choice": {"type": "function", "name": LONG}},
+        {"input": [{"type": LONG}]},
+        {"input": [{"type": "item_reference", "id": LONG}]},
+        {"input": [{"role": "user", "content": [{"type": LONG}]}]},
+    ],
+)
+def test_a_refusal_does_not_repeat_what_it_refuses_at_length(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as refused:
+        parse(**fields)
+    assert len(str(refused.value)) < 400
+
+
 @pytest.mark.parametrize(
     ("fields", "where"),
     [

@@ -351,19 +351,31 @@ async def test_sampled_columns_are_narrow() -> None:
 async def test_an_agent_that_asks_the_same_for_ever_has_an_end() -> None:
     engine = ScriptedEngine(lambda _: "a")
     tenant = session(engine, max_turns=1)
+    for _ in range(120):
+        await complete(tenant, "1", Q)
     with pytest.raises(TurnLimit, match="120 requests came, the limit with 1 turns is 120") as over:
-        for _ in range(121):
-            await complete(tenant, "1", Q)
+        await complete(tenant, "1", Q)
     assert over.value.code == "max_requests"
     assert len(engine.prompts) == 1
 
 
 async def test_a_recorded_answer_is_not_given_after_the_sessions_time() -> None:
     engine = ScriptedEngine(lambda _: "a")
-    now = asyncio.get_running_loop().time()
-    tenant = Session("s", Behaviour(), 1000, engine.renderer, engine, deadline=now + 0.5)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + 0.5
+    tenant = Session("s", Behaviour(), 1000, engine.renderer, engine, deadline=deadline)
+    await complete(tenant, "1", Q)
+    while loop.time() < deadline:
+        await asyncio.sleep(0.01)
     with pytest.raises(TurnLimit) as over:
-        while True:
-            await complete(tenant, "1", Q)
-            await asyncio.sleep(0.01)
+        await complete(tenant, "1", Q)
     assert over.value.code == "max_wall_time"
+
+
+async def test_a_seed_that_an_agent_sends_is_the_sessions_own() -> None:
+    engine = ScriptedEngine(lambda _: "a")
+    for name, digest in (("s1", "1"), ("s1", "2"), ("s2", "1")):
+        tenant = Session(name, Behaviour(), 1000, engine.renderer, engine)
+        await complete(tenant, digest, Q, seed=7)
+    first, same, sibling = (params.seed for params in engine.params)
+    assert first == same != sibling

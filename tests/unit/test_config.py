@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pipeline.config import ConfigError, Override, dumps, line_of, load, loads
-from schemas.config import RunConfig
+from schemas.config import Behaviour, RunConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = (EXAMPLES / "demo.toml").read_text()
@@ -128,6 +129,12 @@ def test_a_file_that_is_no_configuration_is_one_line(
 def test_no_text_raises_anything_but_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError):
         loads(text, "f.toml")
+
+
+def test_what_is_no_kind_of_request_cannot_be_left_out() -> None:
+    assert Behaviour(exclude=("subagent", "title")).exclude == ("subagent", "title")
+    with pytest.raises(ValidationError, match="'fork' is no kind of request"):
+        Behaviour(exclude=("title", "fork"))
 
 
 def test_every_field_is_described() -> None:

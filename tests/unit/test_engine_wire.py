@@ -264,3 +264,63 @@ def test_sglang_scores_become_the_same_arrays():
     assert got.top_ids.tolist() == [[-1, -1], [9, 7], [3, 8]]
     with pytest.raises(BadAnswer, match="for prompt token 4"):
         sglang_wire.scores(meta([], 0, {"type": "length"}, **info), [1, 2, 4], 2)
+
+
+SAMPLED = {"token_ids": [7], "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"token_ids": 5},
+        {"token_ids": [7], "logprobs": [1]},
+        {"token_ids": [7], "logprobs": {"content": [None]}},
+        {"token_ids": [7], "logprobs": {"content": [{"rank": 1}]}},
+        {"token_ids": [7], "logprobs": {"content": [{"logprob": None}]}},
+        {"token_ids": ["7"], "logprobs": {"content": [{"logprob": -1.0}]}},
+        {"token_ids": [7.0], "logprobs": {"content": [{"logprob": -1.0}]}},
+        {"token_ids": [-7], "logprobs": {"content": [{"logprob": -1.0}]}},
+        {"token_ids": [2**31], "logprobs": {"content": [{"logprob": -1.0}]}},
+        SAMPLED | {"finish_reason": ["stop"]},
+        SAMPLED | {"sampling_mask": 5},
+        SAMPLED | {"weight_versions": [{"start": 0}]},
+        SAMPLED | {"weight_versions": [3]},
+        "7",
+    ],
+)
+def test_an_answer_of_another_form_is_the_engines_fault(choice: object):
+    with pytest.raises(BadAnswer):
+        vllm_wire.take(orjson.dumps({"choices": [choice]}), begun())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"completion_tokens": "1"},
+        {"completion_tokens": 1, "output_token_logprobs": [[-1.0]]},
+        {"completion_tokens": 1, "output_token_logprobs": [None]},
+        {"completion_tokens": 1, "output_token_logprobs": [[None, 7]]},
+        {"completion_tokens": 1, "output_token_logprobs": [[-1.0, -7]]},
+        {"completion_tokens": 0, "finish_reason": "stop"},
+        {"completion_tokens": 0, "finish_reason": {"type": "abort", "status_code": "broken"}},
+    ],
+)
+def test_an_answer_of_another_form_is_sglangs_fault(given: dict):
+    with pytest.raises(BadAnswer):
+        sglang_wire.take(orjson.dumps({"meta_info": given}), begun(), asked(SamplingParams()), None, 0)
+
+
+def test_scores_of_another_form_are_the_engines_fault():
+    for entry in ({"2": None}, {"2": {"rank": 1}}, {"2": {"logprob": -1.0}, "many": {"logprob": -2.0}}, [2]):
+        with pytest.raises(BadAnswer):
+            vllm_wire.scores(orjson.dumps({"prompt_logprobs": [None, entry]}), [1, 2], 2)
+    for entries in ([None, None], [None, [None, 2]], [None, "2"]):
+        with pytest.raises(BadAnswer):
+            sglang_wire.scores(orjson.dumps({"meta_info": {"input_token_logprobs": entries}}), [1, 2], 0)
+
+
+def test_rows_of_routing_that_do_not_fit_those_before_are_refused():
+    progress = begun()
+    progress.route(np.zeros((2, 3, 2), np.uint8))
+    with pytest.raises(BadAnswer, match="3 layers of 2"):
+        progress.route(np.zeros((1, 4, 2), np.uint8))

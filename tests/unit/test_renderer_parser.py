@@ -6,16 +6,19 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.capture.call import Piece, Text, Thought
+from pipeline.capture.call import Piece, Reply, Text, Thought
+from pipeline.capture.dialects.anthropic import Anthropic
 from pipeline.capture.messages import ParsedTurn, Tool, ToolCall
 from pipeline.capture.renderers.forms import Hermes, ReasoningForm
 from pipeline.capture.renderers.parsing import Grammar, StreamParser
 from pipeline.capture.renderers.qwen_coder import QwenCoder
+from pipeline.capture.renderers.whole_turn import read_call
 from pipeline.capture.tokenizer import PolicyTokenizer
 from tests.renderer_parts import CALL_MARKS, IM, THINK_MARKS, byte_fallback, byte_level
 
@@ -303,3 +306,45 @@ def test_xml_calls_are_read_as_they_were_written(arguments: dict):
     read_back = QwenCoder().read(QwenCoder().write(call), (Tool("look", "", {"properties": properties}),))
     assert read_back is not None
     assert json.loads(read_back.arguments) == arguments
+
+
+def strictly(arguments: str) -> dict:
+    """As agents' parsers read it."""
+
+    def refuse(text: str) -> None:
+        raise ValueError(text)
+
+    return json.loads(arguments, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '[1, {"a": -1e999}]'])
+def test_a_number_that_json_has_not_never_reaches_an_agent(value: str):
+    body = f"\n<function=look>\n<parameter=what>\n{value}\n</parameter>\n</function>\n"
+    call = QwenCoder().read(body, ())
+    assert call is not None
+    assert strictly(call.arguments) == {"what": value}
+    # Written anew for its line break.
+    assert Hermes().read(f'{{"name": "look", "arguments": {{"a": "1\n2", "what": {value}}}}}', ()) is None
+    kept = Hermes().read('{"name": "look", "arguments": {"what": 1e999}}', ())
+    assert kept is not None
+    assert strictly(kept.arguments)
+    for spelled in (f'{{"what": {value}}}', {"what": json.loads(value)}):
+        assert read_call(SimpleNamespace(status="ok", name="look", arguments=spelled)) is None
+
+
+@pytest.mark.parametrize(("depth", "taken"), [(190, True), (230, False)])
+def test_arguments_that_no_client_could_send_back_are_no_call(depth: int, taken: bool):
+    arguments = '{"what": ' + "[" * depth + "]" * depth + "}"
+    body = f"\n<function=look>\n<parameter=what>\n{arguments}\n</parameter>\n</function>\n"
+    attempt = SimpleNamespace(status="ok", name="look", arguments=arguments)
+    for call in (
+        Hermes().read(f'{{"name": "look", "arguments": {arguments}}}', ()),
+        QwenCoder().read(body, ()),
+        read_call(attempt),
+    ):
+        assert (call is not None) == taken
+        if call is not None:
+            used = {"type": "tool_use", "id": "c", "name": "look", "input": json.loads(call.arguments)}
+            turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": "go on"}]
+            sent = json.dumps({"model": "m", "max_tokens": 1, "messages": turns}).encode()
+            assert Anthropic().parse(sent, Reply("s", 0, b"k")).dialogue.messages[0].tool_calls

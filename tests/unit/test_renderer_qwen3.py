@@ -168,6 +168,57 @@ def test_the_packages_own_parser_reads_the_same(load: Load):
 
 
 @needs_package
+def test_what_the_package_reads_shows_no_special_token(load: Load):
+    source = cast(FamilySource, load("renderers").source)
+    renderer = SuffixRenderer(source, None, ReasoningForm(), reader=source.reader())
+    encode, mark = renderer.tokenizer.encode, renderer.mark
+    start = mark("<|im_start|>")
+
+    def read(*ids: list[int]) -> ParsedTurn:
+        parser = renderer.parser()
+        parser.feed([token for part in ids for token in part])
+        return parser.finish()[1]
+
+    assert read(encode("a"), start, encode("b <|im_end|>")).content == "ab <|im_end|>"
+    thought = read(mark("<think>"), encode("a"), start, encode("b"), mark("</think>"), encode("c"))
+    assert (thought.reasoning, thought.content) == ("ab", "c")
+    broken = read(mark("<tool_call>"), encode("not json"), mark("</tool_call>"))
+    assert (broken.content, broken.malformed) == ("not json", 1)
+
+
+@needs_package
+def test_a_turn_that_the_package_fails_over_is_shown_as_text(load: Load, monkeypatch: pytest.MonkeyPatch):
+    source = cast(FamilySource, load("renderers").source)
+    renderer = SuffixRenderer(source, None, ReasoningForm(), reader=source.reader())
+
+    def fails(*given: Any, **more: Any) -> Any:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(source.package, "parse_response", fails)
+    parser = renderer.parser()
+    parser.feed([*renderer.mark("<tool_call>"), *renderer.tokenizer.encode("a b")])
+    assert parser.finish()[1] == ParsedTurn("a b", (), 1)
+
+
+@needs_package
+def test_special_tokens_without_end_are_not_read_anew_each_time(load: Load, monkeypatch: pytest.MonkeyPatch):
+    source = cast(FamilySource, load("renderers").source)
+    renderer = SuffixRenderer(source, None, ReasoningForm(), reader=source.reader())
+    read: list[int] = []
+    parse = source.package.parse_response
+
+    def counted(ids: list[int], **more: Any) -> Any:
+        read.append(len(ids))
+        return parse(ids, **more)
+
+    monkeypatch.setattr(source.package, "parse_response", counted)
+    endless = renderer.mark("<|im_start|>") * 5000
+    parser = renderer.parser(parallel=False)
+    assert parser.feed(endless).keep is None
+    assert sum(read) < 20 * len(endless)
+
+
+@needs_package
 def test_a_family_without_a_form_of_ours_is_read_by_the_package(load: Load):
     source = cast(FamilySource, load("renderers").source)
     renderer = SuffixRenderer(source, None, ReasoningForm(), reader=source.reader())

@@ -15,7 +15,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.capture.call import BadRequest, Call, Reply, ToolChoice
-from pipeline.capture.dialects.body import checked, digest_of, load, one_preamble
+from pipeline.capture.dialects.body import checked, digest_of, load, one_preamble, shown
 from pipeline.capture.dialects.images import ImageIntake
 from pipeline.capture.dialogue import Dialogue
 from pipeline.capture.messages import NAME_CHARACTERS, Image, Message, Tool, ToolCall, content_of
@@ -84,6 +84,8 @@ class _ContentSource(_Open):
 def read_call(body: bytes, reply: Reply) -> Call:
     """A `POST /v1/messages`. Raises BadRequest."""
     given, ignored = load(body)
+    # Before anything of it is written again: it refuses what nests too deep for that.
+    digest = digest_of(given, ("stream",))
     request = checked(_Request, given)
     if request.messages[-1].role == "assistant":
         raise BadRequest(
@@ -96,7 +98,7 @@ def read_call(body: bytes, reply: Reply) -> Call:
     dialogue = reader.dialogue()
     choice, parallel = _choice(request, dialogue, reader.deferred)
     return Call(
-        digest=digest_of(given, ("stream",)),
+        digest=digest,
         dialogue=dialogue,
         model=request.model,
         stream=bool(request.stream),
@@ -111,6 +113,7 @@ def read_call(body: bytes, reply: Reply) -> Call:
 def read_count(body: bytes, reply: Reply | None) -> Dialogue:
     """A `POST /v1/messages/count_tokens`. Raises BadRequest."""
     given, _ = load(body)
+    digest_of(given, ())  # Refuses what nests too deep.
     return _Reader(checked(_Asked, given), reply).dialogue()
 
 
@@ -139,7 +142,9 @@ def _choice(request: _Asked, dialogue: Dialogue, deferred: Mapping[str, Tool]) -
             )
         return ToolChoice("required"), parallel
     if given.name not in offered:
-        raise BadRequest(f"tool_choice.name: tools offers the policy no {given.name!r}", "tool_choice.name")
+        raise BadRequest(
+            f"tool_choice.name: tools offers the policy no {shown(given.name)}", "tool_choice.name"
+        )
     return ToolChoice("required", given.name), parallel
 
 
@@ -293,7 +298,7 @@ class _Reader:
         if source.get("type") == "url":
             return self._images.url(_field(source, "url", where), f"{where}.url")
         raise BadRequest(
-            f"{where}: an image of source {source.get('type')!r} is not supported; send its bytes as base64",
+            f"{where}: an image of source {shown(source.get('type'))} is not supported; send its bytes as base64",
             where,
         )
 
@@ -310,7 +315,8 @@ class _Reader:
                 parts += self._parts(inner, f"{at}.content.{i}")
             return parts
         raise BadRequest(
-            f"{where}: a document of source {source.get('type')!r} is not supported; send its text", where
+            f"{where}: a document of source {shown(source.get('type'))} is not supported; send its text",
+            where,
         )
 
 
@@ -334,7 +340,7 @@ def _member(block: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any
 
 def _unsupported(kind: object, where: str) -> BadRequest:
     return BadRequest(
-        f"{where}: content of type {kind!r} is not supported here, the policy could not see it; send text",
+        f"{where}: content of type {shown(kind)} is not supported here, the policy could not see it; send text",
         where,
     )
 

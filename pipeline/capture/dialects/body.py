@@ -24,6 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 REPAIRED = "(repaired)"
 """What a repaired body counts as in `Call.ignored`."""
 
+_SHOWN = 60
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -83,6 +84,12 @@ def checked(model: type[M], given: Any, where: str = "") -> M:
         first = error.errors(include_url=False, include_input=False)[0]
         at = ".".join(part for part in (where, *map(str, first["loc"])) if part)
         raise BadRequest(f"{at}: {first['msg']}", at) from None
+
+
+def shown(value: object) -> str:
+    """A value from the body as a refusal quotes it: its first characters."""
+    text = str(value)
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}..."
 
 
 def one_preamble(messages: Sequence[Message]) -> tuple[Message, ...]:

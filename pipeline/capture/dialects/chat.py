@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.capture.call import Answer, BadRequest, Call, Reply, ToolChoice
-from pipeline.capture.dialects.body import checked, digest_of, load
+from pipeline.capture.dialects.body import checked, digest_of, load, shown
 from pipeline.capture.dialects.chat_stream import ChatStream, Wire, completion_id, finish_reason, usage
 from pipeline.capture.dialects.images import ImageIntake
 from pipeline.capture.dialogue import Dialogue
@@ -228,12 +228,12 @@ def _tool_choice(given: str | dict[str, Any] | None, tools: tuple[Tool, ...]) ->
             raise BadRequest("tool_choice names no function: give function.name", "tool_choice")
         if all(tool.name != name for tool in tools):
             raise BadRequest(
-                f"tool_choice names {name[:NAME_CHARACTERS]!r}, which is not among the tools: offer it or choose another",
+                f"tool_choice names {shown(name)}, which is not among the tools: offer it or choose another",
                 "tool_choice",
             )
     else:
         raise BadRequest(
-            f"tool_choice is {str(given)[:60]!r}: use 'auto', 'none', 'required' or one function",
+            f"tool_choice is {shown(given)}: use 'auto', 'none', 'required' or one function",
             "tool_choice",
         )
     if not tools:
@@ -316,7 +316,7 @@ def _part(part: dict[str, Any], where: str, intake: ImageIntake) -> str | Image:
             return intake.url(url, where)
         raise BadRequest(f"{where}: image_url has no url; send a data: URL", where)
     raise BadRequest(
-        f"{where}: content of type {str(kind)[:60]!r} is not supported; send text or image_url", where
+        f"{where}: content of type {shown(kind)} is not supported; send text or image_url", where
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.capture.call import BadRequest, Call, Reply
-from pipeline.capture.dialects.body import checked, digest_of, load, one_preamble
+from pipeline.capture.dialects.body import checked, digest_of, load, one_preamble, shown
 from pipeline.capture.dialects.images import ImageIntake
 from pipeline.capture.dialects.responses_items import turn_of, unseal
 from pipeline.capture.dialects.responses_tools import (
@@ -194,13 +194,13 @@ class _Reader:
             self._output(checked(_Output, item, where), f"{where}.output")
         elif kind == "item_reference":
             raise BadRequest(
-                f"{where}: it refers to item {item.get('id')!r} and no item is kept here; set store to false, so that the"
+                f"{where}: it refers to item {shown(item.get('id'))} and no item is kept here; set store to false, so that the"
                 " client sends the item itself",
                 where,
             )
         else:
             raise BadRequest(
-                f"{where}: an item of type {kind!r} is not supported, the policy could not see it",
+                f"{where}: an item of type {shown(kind)} is not supported, the policy could not see it",
                 f"{where}.type",
             )
 
@@ -277,6 +277,6 @@ class _Reader:
                 )
             return self._images.url(url, f"{where}.image_url")
         raise BadRequest(
-            f"{where}: content of type {kind!r} is not supported here, the policy could not see it; send text",
+            f"{where}: content of type {shown(kind)} is not supported here, the policy could not see it; send text",
             where,
         )

@@ -16,7 +16,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.capture.call import BadRequest, ToolChoice
-from pipeline.capture.dialects.body import checked, read_json
+from pipeline.capture.dialects.body import checked, read_json, shown
 from pipeline.capture.messages import NAME_CHARACTERS, Tool, ToolCall
 
 
@@ -96,7 +96,9 @@ def read_tools(given: Sequence[dict[str, Any]]) -> Toolbox:
             read = checked(_Tool, tool, where)
             known = Offered(read.type, read.name, namespace)
             if known.shown in offered:
-                raise BadRequest(f"{where}: a tool named {known.shown!r} is offered twice", f"{where}.name")
+                raise BadRequest(
+                    f"{where}: a tool named {shown(known.shown)} is offered twice", f"{where}.name"
+                )
             parameters = read.parameters or {} if read.type == "function" else _free_text(read.format)
             offered[known.shown] = known
             tools.append(Tool(known.shown, read.description or "", parameters))
@@ -142,16 +144,16 @@ def read_choice(given: str | dict[str, Any] | None, box: Toolbox) -> ToolChoice:
         return ToolChoice("required")
     if isinstance(given, str):
         raise BadRequest(
-            f"tool_choice is {given!r}: it is auto, none, required or names a tool", "tool_choice"
+            f"tool_choice is {shown(given)}: it is auto, none, required or names a tool", "tool_choice"
         )
     choice = checked(_Choice, given, "tool_choice")
     if choice.type not in ("function", "custom"):
         raise BadRequest(
-            f"tool_choice.type is {choice.type!r}: the policy's tools are functions and custom tools; name one, or"
+            f"tool_choice.type is {shown(choice.type)}: the policy's tools are functions and custom tools; name one, or"
             " use auto, none or required",
             "tool_choice.type",
         )
     name = shown_name(choice.name or "", given.get("namespace"))
     if name not in box.offered:
-        raise BadRequest(f"tool_choice.name: tools offers the policy no {name!r}", "tool_choice.name")
+        raise BadRequest(f"tool_choice.name: tools offers the policy no {shown(name)}", "tool_choice.name")
     return ToolChoice("required", name)

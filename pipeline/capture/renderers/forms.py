@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from pipeline.capture.messages import NAME_CHARACTERS, Tool, ToolCall
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+MAX_DEPTH = 200
+"""Levels of a call's arguments. A client sends them back as objects in its own, and bodies have under 250 levels."""
 
 
 class ToolForm(Protocol):
@@ -42,6 +44,23 @@ class ToolForm(Protocol):
     def force(self, name: str) -> str:
         """How the body of a call of the tool `name` begins. Raises ValueError for a name that it cannot spell."""
         ...
+
+
+def too_deep(arguments: object) -> bool:
+    """Whether a call's arguments nest over MAX_DEPTH levels."""
+    level = [arguments]
+    for _ in range(MAX_DEPTH):
+        containers = cast(
+            "list[dict[str, Any] | list[Any]]", [i for i in level if isinstance(i, dict | list)]
+        )
+        if not containers:
+            return False
+        level = [inner for item in containers for inner in _members(item)]
+    return True
+
+
+def _members(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +95,7 @@ class Hermes:
             name, arguments = members.get("name"), members.get("arguments")
             if not (
                 isinstance(name, str) and isinstance(arguments, dict) and 0 < len(name) <= NAME_CHARACTERS
-            ):
+            ) or too_deep(cast("object", arguments)):
                 return None
             # JSON can spell a lone surrogate, which no HTTP body holds: raises UnicodeEncodeError, a ValueError.
             name.encode()
@@ -85,7 +104,7 @@ class Hermes:
                 json.loads(raw)
             except ValueError:
                 # Agents parse strictly: control characters that we forgave are escaped before they see them.
-                raw = json.dumps(arguments)
+                raw = json.dumps(arguments, allow_nan=False)
             return ToolCall("", name, raw)
         except (ValueError, RecursionError):
             return None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from pipeline.capture.messages import NAME_CHARACTERS, Tool, ToolCall
-from pipeline.capture.renderers.forms import CALL_CLOSE, CALL_OPEN
+from pipeline.capture.renderers.forms import CALL_CLOSE, CALL_OPEN, too_deep
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -54,7 +54,11 @@ class QwenCoder:
         while found := _PARAMETER.match(rest, at):
             arguments[found[1]] = _value(found[2], _members(properties.get(found[1])))
             at = found.end()
-        return None if rest[at:].strip() else ToolCall("", name, json.dumps(arguments, ensure_ascii=False))
+        return (
+            None
+            if rest[at:].strip() or too_deep(arguments)
+            else ToolCall("", name, json.dumps(arguments, ensure_ascii=False))
+        )
 
 
 def _members(value: Any) -> Mapping[str, Any]:
@@ -65,6 +69,9 @@ def _value(text: str, schema: Mapping[str, Any]) -> object:
     if schema.get("type") == "string":
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        # Python reads NaN and 1e999; agents' parsers refuse what it would write of them.
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+    return value

@@ -2,20 +2,28 @@
 
 The package reads whole turns only, so nothing is shown before the turn is over. A turn still ends where a stop text is
 complete (sought in the turn's text, its reasoning and calls included) and, without parallel calls, with its first call.
+A turn that the package fails over is text, as a malformed call is: what was sampled is never lost for it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from pipeline.capture.call import Piece, Text, Thought
 from pipeline.capture.messages import NAME_CHARACTERS, ParsedTurn, Tool, ToolCall
 from pipeline.capture.renderers.base import Fed
+from pipeline.capture.renderers.forms import too_deep
 from pipeline.capture.renderers.parsing import Grammar
 from pipeline.capture.renderers.wire import offer
 from pipeline.capture.tokenizer import PolicyTokenizer
+
+_LOG = logging.getLogger("packtrain.capture.renderers")
+_READ_FREELY = 64
+"""Times that a turn is read to see whether it holds a call; then only when it has grown by an eighth: a policy may go on
+with special tokens for ever."""
 
 
 class PackageReader:
@@ -38,19 +46,34 @@ class PackageReader:
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> ParsedTurn:
         offered = [offer(tool) for tool in tools] or None
-        found = self._package.parse_response(list(ids), tools=offered, prompt_ids=self._prompt)
+        try:
+            found = self._package.parse_response(list(ids), tools=offered, prompt_ids=self._prompt)
+        except Exception as error:  # thirty families' code, over whatever a policy samples
+            _LOG.warning("a turn of %d tokens cannot be read: %r", len(ids), error)
+            return ParsedTurn(self.tokenizer.decode(ids, keep_special=False).strip(), (), 1)
         content = [found.content or ""]
         calls: list[ToolCall] = []
         malformed = 0
         for attempt in found.tool_calls:
-            call = _call(attempt)
+            call = read_call(attempt)
             if call is None:
                 malformed += 1
                 content.append(attempt.raw)
             else:
                 calls.append(call)
-        reasoning = (found.reasoning_content or "").strip()
-        return ParsedTurn("".join(content).strip(), tuple(calls), malformed, reasoning)
+        shown, thought = (
+            self._without_specials(text, ids).strip()
+            for text in ("".join(content), found.reasoning_content or "")
+        )
+        return ParsedTurn(shown, tuple(calls), malformed, thought)
+
+    def _without_specials(self, text: str, ids: Sequence[int]) -> str:
+        """The package writes special tokens that have no meaning where they stand out as text."""
+        sampled = set(ids)
+        for spelled, token in self.tokenizer.specials.items():
+            if token in sampled:
+                text = text.replace(spelled, "")
+        return text
 
 
 class WholeTurn:
@@ -71,6 +94,7 @@ class WholeTurn:
         self._special = reader.tokenizer.special_ids
         self._text = Grammar(reader.tokenizer, None).parser(stop=stop)
         self._ended = False
+        self._reads = self._read_at = 0
         self._turn: ParsedTurn | None = None
         self.reasoning_tokens = 0
 
@@ -111,16 +135,22 @@ class WholeTurn:
         """Whether the turn's first call is complete: families end a call with a special token."""
         if self._parallel or token not in self._special:
             return False
+        if self._reads >= _READ_FREELY and len(self._ids) < self._read_at * 9 // 8:
+            return False
+        self._reads, self._read_at = self._reads + 1, len(self._ids)
         return bool(self._reader.read(self._ids, self._tools).tool_calls)
 
 
-def _call(attempt: Any) -> ToolCall | None:
+def read_call(attempt: Any) -> ToolCall | None:
+    """The package's reading of a call; None for one that is no call, or that agents' JSON parsers would refuse."""
     if attempt.status != "ok" or not 0 < len(attempt.name or "") <= NAME_CHARACTERS:
         return None
     arguments = attempt.arguments
-    if isinstance(arguments, str):
-        try:
+    try:
+        if isinstance(arguments, str):
             arguments = json.loads(arguments, strict=False)
-        except (ValueError, RecursionError):
-            return None
-    return ToolCall("", attempt.name, json.dumps(arguments)) if isinstance(arguments, dict) else None
+        written = json.dumps(arguments, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    taken = isinstance(arguments, dict) and not too_deep(cast("object", arguments))
+    return ToolCall("", attempt.name, written) if taken else None
