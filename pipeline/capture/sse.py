@@ -6,16 +6,17 @@ Promises:
 - while nothing else is sent, a ping is, every `ping_s`; events are never mixed;
 - trouble later is told in the protocol's form, and for what is to be tried again the connection then breaks off;
 - a client that is gone, or takes nothing for `stall_s`, ends its connection and nothing else: nothing is raised for it;
-- a slow client holds one event, not the rest of the answer: the next is not written before this one is on its way.
+- a slow client holds one portion of events, not the rest of the answer: the next is not written before this one is on
+  its way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import cast
 
 from aiohttp import web
 
@@ -111,9 +112,9 @@ async def send_events(
     events = _Events(request, stream, stall_s)
     try:
         try:
-            async with _pinging(events, stream, ping_s), _closing(turn.pieces()) as pieces:
-                async for piece in pieces:
-                    await events.send(partial(stream.piece, piece))
+            async with _pinging(events, stream, ping_s), contextlib.aclosing(turn.portions()) as portions:
+                async for portion in portions:
+                    await events.send(partial(_written, stream, portion))
                 answer = await turn.whole()
             await events.send(partial(stream.end, answer))
         except _Gone:
@@ -136,13 +137,8 @@ async def send_events(
     return events.response
 
 
-@asynccontextmanager
-async def _closing(pieces: AsyncIterator[Piece]) -> AsyncGenerator[AsyncIterator[Piece], None]:
-    try:
-        yield pieces
-    finally:
-        if isinstance(pieces, AsyncGenerator):
-            await cast(AsyncGenerator[Piece, None], pieces).aclose()
+def _written(stream: Stream, portion: Sequence[Piece]) -> bytes:
+    return b"".join(map(stream.piece, portion))
 
 
 @asynccontextmanager

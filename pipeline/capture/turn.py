@@ -7,9 +7,13 @@ Promises: it goes on without its clients; whoever comes, whenever, gets it from 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from pipeline.capture.call import Answer, Piece, Text, Thought
+
+_PORTION = 64
+"""Pieces that are handed on at once, at most: what a client that reads slowly may hold."""
 
 
 class SessionClosed(Exception):
@@ -59,13 +63,21 @@ class Turn:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """From the first piece on, to the end. Raises what the turn failed with."""
+        async with contextlib.aclosing(self.portions()) as portions:
+            async for portion in portions:
+                for piece in portion:
+                    yield piece
+
+    async def portions(self) -> AsyncGenerator[Sequence[Piece], None]:
+        """The pieces, as many at once as there are by then, of up to `_PORTION`. Raises what the turn failed with."""
         self._readers += 1
         try:
             at = 0
             while True:
                 while at < len(self._pieces):
-                    yield self._pieces[at]
-                    at += 1
+                    portion = self._pieces[at : at + _PORTION]
+                    at += len(portion)
+                    yield portion
                 if self.done:
                     break
                 await self._wait()
