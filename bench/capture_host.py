@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import orjson
+import uvloop
 from aiohttp import web
 
 from pipeline.capture.journal import HostJournal
@@ -95,4 +96,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    uvloop.run(main())
