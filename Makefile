@@ -19,7 +19,7 @@ venv: $(STAMP)  ## make .venv and install packtrain into it
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "packtrain needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=/path/to/python3.11" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo 'Installing packtrain, torch and the test tools into $(VENV): 1.7 GB, about a minute on an idle machine ...'
+	@echo 'Installing packtrain, torch and the test tools into $(VENV): 2 GB, about a minute on an idle machine ...'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -142,6 +142,11 @@ class Engine(Section):
             raise ValueError(
                 "engine.weights_dir is for given vllm or sglang engines: the tiny one takes weights itself"
             )
+        urls = [url.rstrip("/") for url in (self.url, *self.replicas)]
+        if len(set(urls)) != len(urls):
+            raise ValueError(
+                "engine.replicas names an engine twice, or engine.url's once more: give each once"
+            )
         if self.replicas and not self.url:
             raise ValueError(
                 "engine.replicas is given and engine.url is empty: give the first engine's URL there"
@@ -212,7 +217,7 @@ class Behaviour(Section):
         for label in value:
             if label in ("main", "fork", "compacted", "other"):
                 raise ValueError(
-                    f"{label!r} is no kind of request, and cannot be left out: turns are by what their request is"
+                    f"{label!r} cannot be left out: it is a place in the tree; what can be is a kind of request, such as title or compaction, and subagent"
                 )
         return value
 

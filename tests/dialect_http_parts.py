@@ -74,6 +74,8 @@ async def thinking(
 def warnings_are_errors() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # Told by the garbage collector, whenever it finds what an earlier test left: nobody knows whose they are.
+        warnings.simplefilter("ignore", ResourceWarning)
         yield
 
 

@@ -6,6 +6,7 @@ Pure. The core knows no scaffold: an adapter's rules are data, read by `classify
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from itertools import islice
 from pipeline.capture.call import Call
 from schemas.names import Name, checked_name
 
+LABELS = ("title", "probe", "auxiliary", "summary", "compaction", "subagent")
+"""Labels of the rules that ship, and of other agents' contexts."""
 _HEAD, _TAIL = 4 << 10, 16 << 10
 
 
@@ -92,12 +95,19 @@ def load_rules(name: str) -> Rules:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
+        if ":" in name:
+            raise UnknownRules(f"rules {name!r} cannot be imported: {error}") from error
         raise UnknownRules(
-            f"rules {name!r} are neither a scaffold's that ships nor module:NAME: {error}"
+            f"rules {name!r} are neither module:NAME nor a scaffold's that ships: {', '.join(_shipped())}"
         ) from error
     if not isinstance(found, Rules):
         raise UnknownRules(f"rules {name!r} are a {type(found).__name__}, not pipeline.capture.rules.Rules")
     return found
+
+
+def _shipped() -> list[str]:
+    package = importlib.import_module("pipeline.harnesses.scaffolds")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
 @dataclass(frozen=True, slots=True)

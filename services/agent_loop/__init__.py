@@ -39,7 +39,7 @@ async def serve(ctx: Context) -> None:
     name = f"al-{ctx.index}-{secrets.token_hex(4)}"
     token_file = config.engine.token_file
     token = read_secret(token_file, "engine.token_file") if token_file else None
-    journal = HostJournal(settings.journal_dir, name) if settings.journal_dir else None
+    journal = _journal(settings.journal_dir, name)
     recovery = Recovery(settings.journal_dir) if settings.journal_dir else None
     engine = open_engine(config.engine, token, settings.trial_budget_s)
     capture = Capture(run_key, renderer, engine, config.engine.max_context)
@@ -74,6 +74,17 @@ async def serve(ctx: Context) -> None:
             journal.close()
         await runner.cleanup()
         await engine.close()
+
+
+def _journal(directory: str, name: str) -> HostJournal | None:
+    if not directory:
+        return None
+    try:
+        return HostJournal(directory, name)
+    except OSError as error:
+        raise OSError(
+            f"agent_loop.journal_dir {directory!r}: {error.strerror or error}; name a local directory that this host may write"
+        ) from error
 
 
 def _listen(address: str) -> socket.socket:

@@ -59,6 +59,9 @@ def judge_recovered(verdict: SequenceVerified | None, found: Recovered, behaviou
     It stands only when the journal's end fits the verdict's: an agent that got a tool call as its last answer, and then
     ended, missed an answer that its host was not there to give.
     """
+    if verdict is None:
+        detail = f"its host died before the agent had ended, after {found.turns} turns"
+        return Result(Failure(kind="infra", reason="host_lost", detail=detail))
     result = judge(verdict, turns=found.turns, owed=False, malformed=found.malformed > 0)
     if result.failure is not None:
         return result

@@ -21,13 +21,14 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from pipeline.capture.rules import UnknownRules, load_rules
+from pipeline.capture.rules import LABELS, UnknownRules, load_rules
 from pipeline.config import ConfigError, Override, load, place
+from pipeline.engines.policies import BESIDE_WEIGHTS, TINY, PolicyMissing, policy_dir
 from pipeline.harnesses import base as harnesses
 from pipeline.harnesses.environments import base as environments
 from pipeline.log.connection import BrokerUnavailable, check_address
 from pipeline.store import ObjectStore, StoreError
-from schemas.config import Environment, RunConfig
+from schemas.config import Engine, Environment, RunConfig
 from schemas.config import Store as StoreConfig
 from services.cli.embedded import BadInput, host_and_port
 from services.cli.plugins import Asked, refused
@@ -62,9 +63,18 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
             found.append((path, str(error)))
 
     need(("broker", "url"), check_broker_url, config.broker.url)
-    need(("engine", "url"), check_engine_url, config.engine.url)
-    for i, url in enumerate(config.engine.replicas):
-        need(("engine", "replicas", i), check_engine_url, url)
+    engine = config.engine
+    need(("engine", "url"), check_engine_url, engine.url)
+    for i, url in enumerate(engine.replicas):
+        need(("engine", "replicas", i), check_engine_url, url, f"engine.replicas[{i}]")
+    if engine.weights_dir and not Path(engine.weights_dir).is_dir():
+        found.append(
+            (
+                ("engine", "weights_dir"),
+                f"{engine.weights_dir} is no directory; make it, where engines read it under the same path",
+            )
+        )
+    asked += _renderer(engine)
     need(("engine", "policy"), check_policy, config.engine.policy, Path(config.directory))
     need(("store", "url"), _check_store, config.store)
     if config.trainer.rendezvous:
@@ -85,6 +95,14 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
             asked.append((kind, Asked("environment", source.environment.kind, given)))
         else:
             need(kind, _check_environment, source.environment)
+        unknown = [label for label in source.behaviour.exclude if label not in LABELS]
+        if unknown and not any(":" in pool.rules for pool in config.pools):
+            found.append(
+                (
+                    ("sources", i, "behaviour", "exclude"),
+                    f"no rules label a request {unknown[0]!r}; labels: {', '.join(LABELS)}",
+                )
+            )
         if ":" in source.grader:
             asked.append((("sources", i, "grader"), Asked("grader", source.grader)))
         elif source.grader != "none":
@@ -93,6 +111,23 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
             )
     answers = _tried([what for _, what in asked])
     return found + [(path, said) for (path, _), said in zip(asked, answers, strict=True) if said]
+
+
+def _renderer(engine: Engine) -> list[tuple[Place, Asked]]:
+    """To be proven where something is named, or the policy is not ours: as a host proves it when it starts."""
+    choice = {
+        "choice": engine.renderer,
+        "tool_parser": engine.tool_parser,
+        "reasoning_parser": engine.reasoning_parser,
+    }
+    if engine.policy == TINY and set(choice.values()) == {"auto"}:
+        return []
+    try:
+        directory = policy_dir(engine.policy, BESIDE_WEIGHTS)
+    except PolicyMissing:
+        # Told already, or brought by the launcher.
+        return []
+    return [(("engine", "renderer"), Asked("renderer", str(directory), choice))]
 
 
 def check_broker_url(url: str) -> None:
@@ -104,7 +139,7 @@ def check_broker_url(url: str) -> None:
         raise BadInput(str(error)) from error
 
 
-def check_engine_url(url: str) -> None:
+def check_engine_url(url: str, key: str = "engine.url") -> None:
     """Refuses what is no address of an engine; raises BadInput."""
     try:
         parts = urlsplit(url)
@@ -112,7 +147,7 @@ def check_engine_url(url: str) -> None:
     except ValueError:  # a port over 65,535, or none at all
         good = False
     if url and not good:
-        raise BadInput(f"engine.url {url!r} is not http://host:port")
+        raise BadInput(f"{key} {url!r} is not http://host:port")
 
 
 def _check_store(store: StoreConfig) -> None:

@@ -348,7 +348,12 @@ def check_engine(url: str) -> None:
     connection = kind(parts.hostname, parts.port, timeout=_ENGINE_S)
     try:
         connection.request("GET", f"{parts.path.rstrip('/')}/health")
-        status = connection.getresponse().status
+        response = connection.getresponse()
+        status = response.status
+        response.read()
+        # vLLM in development mode, and the tiny engine, say so; others have no such path.
+        connection.request("GET", f"{parts.path.rstrip('/')}/is_paused")
+        paused = b'"is_paused":true' in connection.getresponse().read(4096).replace(b" ", b"")
     except (OSError, http.client.HTTPException) as error:
         reason = str(error) or type(error).__name__
         raise LaunchError(
@@ -358,3 +363,7 @@ def check_engine(url: str) -> None:
         connection.close()
     if status != 200:
         raise LaunchError(f"engine {url} is not healthy: GET /health gave {status}; see its log")
+    if paused:
+        raise LaunchError(
+            f"engine {url} is paused, and would answer nothing: POST {url}/resume, or see who paused it"
+        )

@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.capture.renderers.base import TemplateError
+from pipeline.capture.renderers.choose import load_renderer
 from pipeline.capture.rules import UnknownRules, load_rules
 from pipeline.harnesses.base import UnknownHarness, resolve
 from pipeline.harnesses.environments.base import UnknownEnvironment, make_environment
@@ -24,7 +26,8 @@ from schemas.config import Environment
 
 @dataclass(frozen=True)
 class Asked:
-    """`kind` is harness, rules, environment or grader; `settings` is an environment's section."""
+    """`kind` is harness, rules, environment, grader, or renderer, whose name is a policy's directory; `settings` is an
+    environment's section, or what `load_renderer` takes beside the directory."""
 
     kind: str
     name: str
@@ -39,13 +42,15 @@ def problem(asked: Asked) -> str | None:
                 resolve(asked.name)
             case "rules":
                 load_rules(asked.name)
+            case "renderer":
+                load_renderer(asked.name, **asked.settings)
             case "environment":
                 make_environment(Environment.model_validate(asked.settings))
             case _:
                 module, _, function = asked.name.partition(":")
                 if not callable(getattr(importlib.import_module(module), function)):
                     return f"grader {asked.name!r} is not callable; give none, or module:function"
-    except (UnknownHarness, UnknownRules, UnknownEnvironment) as error:
+    except (UnknownHarness, UnknownRules, UnknownEnvironment, TemplateError) as error:
         return _line(str(error))
     except ValidationError as error:
         return refused(f"{asked.kind} {asked.name!r}", error)

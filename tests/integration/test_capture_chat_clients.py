@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 import socket
-import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import openai
@@ -18,6 +17,7 @@ from openai.types.chat import ChatCompletionChunk
 from pipeline.capture.server import Capture, Limits
 from pipeline.engines.base import EngineUnavailable
 from tests.capture_http_parts import ASK, KEY, PacedEngine, Proxy, Raw, eventually, proxied
+from tests.dialect_http_parts import warnings_are_errors
 
 TOOL = {
     "type": "function",
@@ -35,9 +35,8 @@ STREAM: dict[str, Any] = {**ASK, "stream": True}
 
 
 @pytest.fixture(autouse=True)
-def warnings_are_errors() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+def no_warnings() -> Iterator[None]:
+    with warnings_are_errors():
         yield
 
 

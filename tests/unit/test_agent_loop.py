@@ -237,7 +237,7 @@ def test_an_attempt_whose_host_died_stands_when_its_end_was_recorded(
 @pytest.mark.parametrize(
     ("given", "found", "reason"),
     [
-        (None, recovered("stop"), "harness_timeout"),
+        (None, recovered("stop"), "host_lost"),
         (verdict(None, "failed", LOST), recovered("stop"), "harness_lost"),
         (verdict(), recovered("tool_calls"), "host_lost"),
         (verdict(0.0, "max_turns"), recovered("tool_calls", 3), "host_lost"),

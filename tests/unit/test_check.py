@@ -152,3 +152,30 @@ def test_a_check_imports_nothing_heavy_and_makes_nothing(tmp_path: Path) -> None
     )
     assert done.stdout.strip() == "[]"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deadly.py", "mine.py"]
+
+
+@pytest.mark.parametrize(
+    ("section", "index", "values", "place", "said"),
+    [
+        ("engine", None, {"renderer": "jinja"}, ("engine", "renderer"), "engine.renderer is 'jinja'"),
+        ("engine", None, {"renderer": "template"}, ("engine", "renderer"), "template"),
+        ("engine", None, {"tool_parser": "bogus"}, ("engine", "renderer"), "engine.tool_parser"),
+        ("engine", None, {"weights_dir": "/nonexistent/w"}, ("engine", "weights_dir"), "is no directory"),
+        ("engine", None, {"replicas": ("banana",)}, ("engine", "replicas", 0), "engine.replicas[0] 'banana'"),
+        ("pools", 0, {"rules": "claude-code"}, ("pools", 0, "rules"), "claude_code, codex"),
+        ("pools", 0, {"rules": "mine:grade"}, ("pools", 0, "rules"), "not pipeline.capture.rules.Rules"),
+    ],
+)
+def test_what_capture_cannot_use_is_told_before_a_host_starts(
+    section: str, index: int | None, values: dict[str, Any], place: Place, said: str
+) -> None:
+    ((found, what),) = faults(changed(section, index, **values))
+    assert found == place
+    assert said in what
+
+
+def test_a_label_that_no_rule_gives_is_a_mistake() -> None:
+    behaviour = load(DEMO).sources[0].behaviour.model_copy(update={"exclude": ("titel",)})
+    ((place, what),) = faults(changed("sources", 0, behaviour=behaviour))
+    assert place == ("sources", 0, "behaviour", "exclude")
+    assert "'titel'; labels: title, probe" in what

@@ -133,7 +133,7 @@ def test_no_text_raises_anything_but_a_config_error(text: str) -> None:
 
 def test_what_is_no_kind_of_request_cannot_be_left_out() -> None:
     assert Behaviour(exclude=("subagent", "title")).exclude == ("subagent", "title")
-    with pytest.raises(ValidationError, match="'fork' is no kind of request"):
+    with pytest.raises(ValidationError, match="'fork' cannot be left out"):
         Behaviour(exclude=("title", "fork"))
 
 
