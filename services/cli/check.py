@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from pipeline.capture.rules import LABELS, UnknownRules, load_rules
 from pipeline.config import ConfigError, Override, load, place
-from pipeline.engines.policies import BESIDE_WEIGHTS, TINY, PolicyMissing, policy_dir
+from pipeline.engines.policies import BESIDE_WEIGHTS, PolicyMissing, policy_dir
 from pipeline.harnesses import base as harnesses
 from pipeline.harnesses.environments import base as environments
 from pipeline.log.connection import BrokerUnavailable, check_address
@@ -114,13 +114,13 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
 
 
 def _renderer(engine: Engine) -> list[tuple[Place, Asked]]:
-    """To be proven where something is named, or the policy is not ours: as a host proves it when it starts."""
+    """To be proven where something is named, as a host proves it when it starts. What is left open is the host's to find."""
     choice = {
         "choice": engine.renderer,
         "tool_parser": engine.tool_parser,
         "reasoning_parser": engine.reasoning_parser,
     }
-    if engine.policy == TINY and set(choice.values()) == {"auto"}:
+    if set(choice.values()) == {"auto"}:
         return []
     try:
         directory = policy_dir(engine.policy, BESIDE_WEIGHTS)
