@@ -439,7 +439,7 @@ async def move(source: Path, target: Path, file: Path, payloads: bool) -> None:
 @pytest.mark.timeout(300)  # whole runs, on a machine that may be busy
 async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Path) -> None:
     # Long enough not to be over before it is stopped, on a machine that has other work.
-    launched = Launched(tmp_path / "here", CHAT_ONLY.replace("steps = 2", "steps = 4"))
+    launched = Launched(tmp_path / "here", CHAT_ONLY.replace("steps = 2", "steps = 16"))
     where = ("--directory", tmp_path / "here" / "state")
     launched.start()
     log = await launched.log()
@@ -472,7 +472,7 @@ async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Pat
     for there in (elsewhere, state):
         said = packtrain("runs", "resume", "small", "--plain", "--directory", there)
         assert "it goes on where it stopped" in said
-        assert [(row.state, row.steps) for row in await list_runs(there, None)] == [("completed", 4)]
+        assert [(row.state, row.steps) for row in await list_runs(there, None)] == [("completed", 16)]
         assert not (there / "runs" / "small" / "journal").exists()
     packtrain("runs", "rm", "small", "--yes", *where)
     # The broker clears away what is left of a stream when it starts again.
