@@ -13,7 +13,8 @@ from contextlib import aclosing, suppress
 from typing import Literal, cast
 
 from pipeline.engines.base import EngineRefused, EngineUnavailable, Watch
-from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, version_number
+from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt
+from pipeline.engines.replies import scored, weight_version
 from pipeline.engines.scores import Scores
 from pipeline.engines.sglang_wire import Rejected, error_of, request_body, score_body, scores, take
 from pipeline.engines.transport import Broken, Transport
@@ -69,20 +70,11 @@ class SglangReplica:
         """As `VllmReplica.score`."""
         body = score_body(token_ids, top_k, request_id)
         data = await self._http.whole(GENERATE, body, {"X-Session-ID": session_id}, deadline)
-        try:
-            return await asyncio.to_thread(scores, data, token_ids, top_k)
-        except BadAnswer as error:
-            raise EngineUnavailable(f"{self.url} answered {error}") from error
+        return await scored(self._http, data, token_ids, top_k, scores)
 
     async def version(self, within: float = _CONTROL_S) -> int:
         """The weight version that is sampled under now. Raises EngineUnavailable when it cannot be had."""
-        answer = await self._http.control("GET", _INFO, within)
-        if "weight_version" not in answer:
-            raise EngineUnavailable(f"{self.url}{_INFO} answered no weight_version")
-        try:
-            self._version = version_number(answer["weight_version"])
-        except BadAnswer as error:
-            raise EngineUnavailable(f"{self.url} has {error}") from error
+        self._version = await weight_version(self._http, _INFO, within)
         self._version_at = time.monotonic()
         return self._version
 

@@ -18,7 +18,8 @@ from contextlib import aclosing, suppress
 from typing import Literal, cast
 
 from pipeline.engines.base import EngineRefused, EngineUnavailable, ImageItem, Watch
-from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, version_number
+from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt
+from pipeline.engines.replies import scored, weight_version
 from pipeline.engines.scores import Scores
 from pipeline.engines.transport import Broken, Transport
 from pipeline.engines.vllm_wire import error_of, request_body, score_body, scores, take
@@ -87,20 +88,11 @@ class VllmReplica:
         `--max-logprobs`). Raises Broken, EngineRefused, EngineUnavailable."""
         body = score_body(token_ids, top_k, request_id)
         data = await self._http.whole(GENERATE, body, {"X-Session-ID": session_id}, deadline)
-        try:
-            return await asyncio.to_thread(scores, data, token_ids, top_k)
-        except BadAnswer as error:
-            raise EngineUnavailable(f"{self.url} answered {error}") from error
+        return await scored(self._http, data, token_ids, top_k, scores)
 
     async def version(self, within: float = _CONTROL_S) -> int:
         """The weight version that is sampled under now. Raises EngineUnavailable when it cannot be had."""
-        answer = await self._http.control("GET", "/weight_info", within)
-        if "weight_version" not in answer:
-            raise EngineUnavailable(f"{self.url}/weight_info answered no weight_version")
-        try:
-            self._version = version_number(answer["weight_version"])
-        except BadAnswer as error:
-            raise EngineUnavailable(f"{self.url} has {error}") from error
+        self._version = await weight_version(self._http, "/weight_info", within)
         self._version_at = time.monotonic()
         return self._version
 
