@@ -25,10 +25,8 @@ def open_engine(config: EngineConfig, token: str | None, timeout: float) -> Repl
 
 
 def open_replicas(config: EngineConfig, token: str | None) -> list[Replica]:
-    """Its servers one by one, `url` first. Raises ValueError when one is named twice."""
+    """Its servers one by one, `url` first; the configuration names each once."""
     urls = [url.rstrip("/") for url in (config.url, *config.replicas)]
-    if len(set(urls)) != len(urls):
-        raise ValueError(f"engine.replicas names an engine twice: {', '.join(urls)}")
     if config.kind == "sglang":
         k = experts_per_token(config.policy)
         return [SglangReplica(url, token, k) for url in urls]
