@@ -174,7 +174,7 @@ class Host:
                     # Its host may live, and only have been out of the broker's sight: what it finishes is not to be lost.
                     await delivery.retry(left)
                     return
-                await self._end(event, fact, lost)
+                await self._end(event, fact, lost, opened)
                 await delivery.ack()
                 return
         failed = await self._attempt(event, fact, len(opened) + 1)
@@ -188,7 +188,7 @@ class Host:
         )
         opened = await self._opened_before(fact)
         if len(opened) >= self._config.max_attempts or delivery.attempt >= max_deliver(self._config):
-            await self._end(event, fact, last_tokens(failed, lost))
+            await self._end(event, fact, last_tokens(failed, lost), opened)
             await delivery.ack()
         else:
             await delivery.retry(RETRY_S)
@@ -199,7 +199,8 @@ class Host:
         fact = event.fact
         assert isinstance(fact, SequenceDispatched)
         if not await self._decided(fact):
-            await self._end(event, fact, Failed(Failure(kind="infra", reason="dead_letter", detail=reason)))
+            failed = Failed(Failure(kind="infra", reason="dead_letter", detail=reason))
+            await self._end(event, fact, failed, await self._opened_before(fact))
 
     async def _decided(self, fact: SequenceDispatched) -> bool:
         for type_ in (SequenceFinished.type, SequenceFailed.type):
@@ -217,8 +218,10 @@ class Host:
                 return found
             found.append(opened)
 
-    async def _end(self, cause: Event, fact: SequenceDispatched, failed: Failed) -> None:
-        opened = await self._opened_before(fact)
+    async def _end(
+        self, cause: Event, fact: SequenceDispatched, failed: Failed, opened: Sequence[Event]
+    ) -> None:
+        """`opened`: of all attempts so far."""
         await self._ending.fail(cause, fact, len(opened), failed.failure, failed.attempt, failed.exported)
         await self._forget(opened)
 
