@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.capture.call import Answer, BadRequest, Call, Reply, ToolChoice
-from pipeline.capture.dialects.body import checked, digest_of, load, shown
+from pipeline.capture.dialects.body import checked, digest_of, load, one_preamble, shown
 from pipeline.capture.dialects.chat_stream import ChatStream, Wire, completion_id, finish_reason, usage
 from pipeline.capture.dialects.images import ImageIntake
 from pipeline.capture.dialogue import Dialogue
@@ -243,12 +243,7 @@ def _tool_choice(given: str | dict[str, Any] | None, tools: tuple[Tool, ...]) ->
 
 def _messages(given: list[_Message]) -> tuple[Message, ...]:
     intake = ImageIntake()
-    messages = [_message(message, f"messages.{i}", intake) for i, message in enumerate(given)]
-    leading = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
-    if leading > 1:
-        joined = "\n".join(message.text for message in messages[:leading])
-        messages[:leading] = [Message("system", joined)]
-    return tuple(messages)
+    return one_preamble([_message(message, f"messages.{i}", intake) for i, message in enumerate(given)])
 
 
 def _message(message: _Message, where: str, intake: ImageIntake) -> Message:
