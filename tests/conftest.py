@@ -19,6 +19,20 @@ settings.register_profile("packtrain", deadline=None, suppress_health_check=[Hea
 settings.load_profile("packtrain")
 
 
+REAL_PARTS = {"integration", "faults", "scaffolds"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of real processes gets a second run, on a machine that may starve one of them.
+
+    One that needed it is listed as RERUN at the end of the run, and is a defect to look into.
+    """
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in REAL_PARTS:
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path_factory.mktemp("nats"))
