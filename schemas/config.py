@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from schemas.facts import MAX_BODY
 from schemas.names import Name
+from schemas.shares import largest_remainder
 
 SourceName = Annotated[Name, Field(max_length=64)]
 """Shorter than other names: sample, sequence and attempt ids are made from it."""
@@ -158,9 +159,42 @@ class Pool(Section):
     """Hosts that import the same harness codebase."""
 
     name: Name = Field(description="pool id, in subjects and process names")
-    harness: str = Field(description="chat, tool, or module:Class of an adapter")
-    hosts: int = Field(default=1, ge=1, le=1024, description="processes")
+    harness: str = Field(
+        description="chat, tool, shell, harbor, an entry point of packtrain.harnesses, or module:Class of an adapter"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="the harness's own options, validated by it"
+    )
+    hosts: int = Field(default=1, ge=1, le=1024, description="processes; not given where host_budget is")
+    share: float = Field(
+        default=1.0, gt=0, le=1e6, description="its part of host_budget, against the other pools' shares"
+    )
     tenants: int = Field(default=32, ge=1, le=10_000, description="harness instances in one host at a time")
+    concurrency: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="trials at once in all its hosts; 0: no limit. Changed while it runs by `packtrain limit`",
+    )
+    threads: int = Field(
+        default=32,
+        ge=1,
+        le=1024,
+        description="blocking calls (environments, verifiers) of one host at a time",
+    )
+    drain_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds that a host which is told to stop lets its trials finish in before it hands them back",
+    )
+    python: str = Field(
+        default="",
+        description="interpreter of its hosts, where the codebase and packtrain are installed; empty: the launcher's own",
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict,
+        description="what one host takes of a Ray node: CPU, GPU, memory (bytes) or a custom name; empty: one CPU",
+    )
     rules: str = Field(
         default="",
         description="what the agent-loop host knows of the scaffold's requests: claude_code, opencode, pi, codex, mini_swe_agent, openhands, terminus, or module:NAME; empty: nothing",
@@ -177,7 +211,19 @@ class AgentLoop(Section):
         default="", description="address that harness hosts reach it at; empty: the bound one"
     )
     trial_budget_s: float = Field(
-        default=120.0, gt=0, description="wall-clock seconds for one attempt, all phases"
+        default=120.0,
+        gt=0,
+        description="wall-clock seconds for one attempt, all phases, from when a harness host takes it",
+    )
+    queue_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="seconds that an attempt may wait for a free slot in its pool before that",
+    )
+    drain_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds that a host which is told to stop lets its sessions finish in before it hands them back",
     )
     max_attempts: int = Field(
         default=5, ge=1, le=100, description="attempts of a sequence before it fails as infra"
@@ -234,6 +280,20 @@ class Environment(Section):
     )
 
 
+class Timeouts(Section):
+    """Limits of one trial of a source, in seconds; 0: the task's own, else what the trial's budget leaves."""
+
+    trial_s: float = Field(
+        default=0.0, ge=0, description="all phases of one attempt; 0: agent_loop.trial_budget_s"
+    )
+    start_s: float = Field(default=0.0, ge=0, description="start of the sandbox; 0: the task's own, or 60")
+    agent_s: float = Field(default=0.0, ge=0, description="the agent")
+    verify_s: float = Field(default=0.0, ge=0, description="one run of the verifier")
+
+
+Effect = Literal["train", "mask", "retry"]
+
+
 class Accept(Section):
     """Which groups are trained. A group passes when `min < pass rate < max`."""
 
@@ -264,6 +324,17 @@ class Source(Section):
     )
     estimator: Literal["grpo", "rloo", "dr_grpo"] = Field(default="grpo", description="advantage estimator")
     grader: str = Field(default="none", description="none, or module:function of a group-wise grader")
+    concurrency: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="sequences of it that run at once; 0: no limit. Changed while it runs by `packtrain limit`",
+    )
+    timeouts: Timeouts = Timeouts()
+    effects: dict[Name, Effect] = Field(
+        default_factory=dict,
+        description="termination to what it does: train (the default), mask (its reward counts in the group, its tokens are not trained), retry (as if the world had failed)",
+    )
     evaluate: int = Field(
         default=0,
         ge=0,
@@ -348,6 +419,12 @@ class RunConfig(Section):
 
     run: Name = Field(default="demo", description="run id: stream RL_<run>, key prefix runs/<run>")
     steps: int = Field(default=5, ge=1, description="optimizer steps")
+    host_budget: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="harness hosts of all pools together, divided by their shares when the run starts; 0: each pool has its own number of hosts",
+    )
     directory: str = Field(
         default=".packtrain", description="where the launcher keeps broker, objects, logs and sockets"
     )
@@ -369,6 +446,16 @@ class RunConfig(Section):
             twice = sorted({name for name in given if given.count(name) > 1})
             if twice:
                 raise ValueError(f"{what} {twice[0]!r} is defined twice")
+        if self.host_budget:
+            counted = [pool.name for pool in self.pools if "hosts" in pool.model_fields_set]
+            if counted:
+                raise ValueError(
+                    f"pool {counted[0]!r} has its own number of hosts, and host_budget is {self.host_budget}: give the pool a share, or leave host_budget out"
+                )
+            if self.host_budget < len(pools):
+                raise ValueError(
+                    f"host_budget {self.host_budget} is below the number of pools, {len(pools)}: every pool needs a host"
+                )
         for source in self.sources:
             if source.pool not in pools:
                 raise ValueError(
@@ -400,6 +487,12 @@ class RunConfig(Section):
     def source(self, name: str) -> Source:
         """The source of that name; raises KeyError that lists the names."""
         return _named(self.sources, name)
+
+    def pool_hosts(self) -> dict[str, int]:
+        """Processes of each pool, by its name: its own number, or its share of `host_budget`."""
+        if not self.host_budget:
+            return {pool.name: pool.hosts for pool in self.pools}
+        return largest_remainder(self.host_budget, {pool.name: pool.share for pool in self.pools})
 
     def decisions(self) -> dict[str, Any]:
         """What decide() functions may read: steps, batch and sources. JSON values only."""

@@ -72,12 +72,15 @@ ROUTES: dict[str, Route] = {
     "step.trained": Route("trainer rank 0", ALL, "step"),
     "policy.published": Route("trainer rank 0", ALL, "step"),
     "run.stopped": Route("dispatcher", ALL, "run"),
+    "limit.changed": Route("command line", "limited", "change"),
 }
 _PARAMETERS: dict[str, tuple[str, str]] = {
     "run": ("run id, 1 to 128 of A-Z a-z 0-9 _ -, as every parameter here", "demo"),
     "source": ("source id: a task distribution of the run's configuration", "arithmetic"),
     "pool": ("pool id: harness hosts of one codebase", "chat"),
     "host": ("name of an agent-loop host process", "agent-loop-0"),
+    "limited": ("pool id or source id, as the body's name", "chat"),
+    "change": ("<of>-<number>, of the body's fields", "pool-1"),
     "sample": ("sample id: <source>-<index in six digits or more>", "arithmetic-000012"),
     "sequence": ("sequence id: <sample>-<member>", "arithmetic-000012-3"),
     "attempt": ("attempt id: <sequence>-a<attempt>, of the body's sequence and attempt", "arithmetic-000012-3-a1"),

@@ -77,6 +77,22 @@ class RunStopped(Fact):
         return self.run
 
 
+class LimitChanged(Fact):
+    """A person set how much of a pool or a source runs at once. The newest of a pool or a source holds."""
+
+    type: ClassVar[str] = "limit.changed"
+    of: Literal["pool", "source"] = Field(description="pool: trials in all its hosts; source: sequences")
+    name: Name = Field(description="pool id or source id")
+    number: int = Field(ge=1, description="changes of this limit so far, with this one")
+    concurrency: int = Field(ge=0, le=1_000_000, description="how many run at once; 0: no limit")
+
+    def scope(self) -> str:
+        return self.name
+
+    def id(self) -> str:
+        return f"{self.of}-{self.number}"
+
+
 class _SequenceFact(Fact):
     source: Name = Field(description="source id: the task distribution that the sample is of")
     sample: Name = Field(
@@ -154,10 +170,18 @@ class Failure(Frozen):
     )
 
 
+class Artefact(Frozen):
+    """What a trial left to be looked at: a verifier's output, an agent's log."""
+
+    name: Name = Field(description="what it is: verifier_stdout, agent_log, ...")
+    ref: Ref = Field(description="where it is in the object store")
+
+
 class SequenceVerified(_AttemptFact):
     """The harness host's verdict on one attempt, addressed to the agent-loop host that has the session."""
 
     type: ClassVar[str] = "sequence.verified"
+    version: ClassVar[int] = 2
     host: Name = Field(description="the agent-loop host that has the session, as in sequence.opened")
     reward: Reward | None = Field(
         description="the verifier's reward, in the environment's own scale; null when a failure is given"
@@ -167,6 +191,19 @@ class SequenceVerified(_AttemptFact):
     )
     failure: Failure | None = Field(
         default=None, description="why there is no reward; null when there is one"
+    )
+    artefacts: tuple[Artefact, ...] = Field(
+        default=(), max_length=64, description="what the trial left in the object store, for people"
+    )
+    seconds: dict[Name, float] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="what the trial's phases took: queue, start, agent, verify",
+    )
+    peak_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="most memory that its sandbox used; 0: it had none, or it was not measured",
     )
 
     @model_validator(mode="after")
@@ -409,6 +446,7 @@ FACTS: dict[str, type[Fact]] = {
     for fact in (
         RunStarted,
         RunStopped,
+        LimitChanged,
         SequenceDispatched,
         SequenceOpened,
         SequenceVerified,

@@ -25,9 +25,15 @@ def _sequence_failed_1(body: Body) -> Body:
     return body
 
 
+def _sequence_verified_1(body: Body) -> Body:
+    """Version 2 may say what the trial took and left behind."""
+    return body
+
+
 UPCASTERS: dict[tuple[str, int], Callable[[Body], Body]] = {
     ("run.started", 1): _run_started_1,
     ("sequence.failed", 1): _sequence_failed_1,
+    ("sequence.verified", 1): _sequence_verified_1,
 }
 """From (type, version) to the body of version + 1."""
 

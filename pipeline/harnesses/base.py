@@ -5,13 +5,19 @@ Promises:
 - it raises `InfraFailure` when the world failed, and returns a verdict, with its termination, when the policy did;
 - one instance serves every trial of a host at once, so it keeps no state between them, and does not block: what may
   block goes through `pipeline.harnesses.blocking.on_thread`.
+
+An adapter of your own is a class with `run`, named in a pool's `harness` as module:Class or by an entry point of the group
+`packtrain.harnesses`. It is constructed with the pool's `options`, if there are any, else without arguments. It may have a
+method `check(environment, behaviour)` that raises ValueError for a source that it cannot run.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from typing import Any, Protocol, cast
 
 from pipeline.harnesses.environments.base import Environment, Task
@@ -21,7 +27,11 @@ from schemas.names import checked_name
 BUILT_IN: Mapping[str, str] = {
     "chat": "pipeline.harnesses.chat:ChatHarness",
     "tool": "pipeline.harnesses.tool:ToolHarness",
+    "shell": "pipeline.harnesses.shell:ShellHarness",
+    "harbor": "pipeline.harnesses.harbor:HarborHarness",
 }
+ENTRY_POINTS = "packtrain.harnesses"
+"""Group of the entry points by which other packages name their adapters."""
 
 
 class InfraFailure(Exception):
@@ -37,21 +47,58 @@ class UnknownHarness(ValueError):
     """A name that is no harness."""
 
 
+class Artefacts(Protocol):
+    """Where a trial leaves what people want to look at later: a verifier's output, an agent's log."""
+
+    async def save(self, name: str, data: bytes) -> None:
+        """Keeps `data` in the store as artefact `name` of the attempt (a legal name, once); the verdict's event refers to it."""
+        ...
+
+
+class Nowhere:
+    """Artefacts that nobody keeps: an adapter's trial by hand."""
+
+    async def save(self, name: str, data: bytes) -> None:
+        """Checks the name."""
+        checked_name(name, "artefact")
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds that each phase of a trial may take, at most. All of them end within the trial's budget: who is late takes
+    time from the agent, never from the verification."""
+
+    start_s: float
+    agent_s: float
+    verify_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One attempt at one task. `session_url` holds a secret: it is not shown. `agent_s` is how many seconds the agent
-    may take; verification has time of its own after that, inside the trial's budget."""
+    may take; verification has time of its own after that, inside the trial's budget.
+
+    `name` is the attempt's id, `deadline` the end of its budget on `time.monotonic`'s clock. `phases` are the source's
+    limits, for adapters that have a sandbox to start and a verifier to run; `took` gets what the phases took, and
+    `peak_bytes` the sandbox's memory.
+    """
 
     session_url: str = field(repr=False)
     behaviour: Behaviour
     environment: Environment
     task: Task
     agent_s: float
+    name: str = "trial"
+    deadline: float = math.inf
+    phases: Phases = Phases(math.inf, math.inf, math.inf)
+    artefacts: Artefacts = field(default_factory=Nowhere)
+    took: dict[str, float] = field(default_factory=dict[str, float])
+    peak_bytes: list[int] = field(default_factory=list[int])
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`termination` is why the agent ended: completed, max_turns, overlong, agent_timeout; any legal name."""
+    """`termination` is why the agent ended: completed, max_turns, overlong, agent_timeout, agent_crashed; any legal name."""
 
     reward: float
     termination: str = "completed"
@@ -63,16 +110,24 @@ class Harness(Protocol):
         ...
 
 
-def resolve(name: str) -> Harness:
-    """The harness of a built-in name or `module:Class` (constructed without arguments); raises `UnknownHarness`."""
+def resolve(name: str, options: Mapping[str, Any] | None = None) -> Harness:
+    """The harness of a built-in name, an entry point or `module:Class`; raises `UnknownHarness`, and what its constructor
+    raises for options that it does not know (pydantic's ValidationError, by custom)."""
     target = BUILT_IN.get(name, name)
+    if ":" not in target:
+        target = _entry_points().get(name, "")
     module, _, attribute = target.partition(":")
     if not module or not attribute:
         raise UnknownHarness(
-            f"harness {name!r} is neither one of {sorted(BUILT_IN)} nor of the form module:Class"
+            f"harness {name!r} is none of {sorted({*BUILT_IN, *_entry_points()})}, and not of the form module:Class"
         )
     try:
         factory: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UnknownHarness(f"harness {name!r} cannot be imported: {error}") from error
-    return cast(Harness, factory())
+    return cast(Harness, factory(options=dict(options)) if options else factory())
+
+
+def _entry_points() -> dict[str, str]:
+    """Name to module:Class. A package's name does not take a built-in one's place."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}

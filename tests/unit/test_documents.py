@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from schemas.config import RunConfig
 from schemas.documents import DEAD_LETTER, ROUTES, asyncapi, documents, events_schema, rendered
 from schemas.envelope import EXPECTED_LAST, encode, new_event
-from schemas.facts import FACTS, Fact, SequenceFailed, SequenceScored
+from schemas.facts import FACTS, Fact, LimitChanged, SequenceFailed, SequenceScored
 from schemas.names import BadName, dead_letter_subject
 from schemas.plan import Plan
 from services.cli.main import app
@@ -187,7 +187,7 @@ def test_every_recorded_message_fits_its_channel() -> None:
         BODIES[type_].validate(body)
         EVENT_BODIES[type_].validate(body)
     # The recorded run went well.
-    assert types == set(FACTS) - {SequenceFailed.type, SequenceScored.type}
+    assert types == set(FACTS) - {LimitChanged.type, SequenceFailed.type, SequenceScored.type}
 
 
 @given(fact=ANY_FACT)
@@ -224,6 +224,6 @@ def test_what_a_reader_refuses_does_not_fit_the_documents() -> None:
 def test_the_page_and_the_document_say_the_same() -> None:
     page = (ROOT / "docs" / "events.md").read_text()
     table = re.findall(r"^\| `([a-z]+\.[a-z]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
-    named = {"agent-loop host": "host"}
+    named = {"agent-loop host": "host", "pool or source": "limited"}
     said = {type_: (named.get(scope, scope), who) for type_, scope, _, who in table}
     assert said == {type_: (route.scope, route.publisher) for type_, route in ROUTES.items()}

@@ -20,6 +20,7 @@ from pipeline.capture.messages import Tool
 BUILT_IN: Mapping[str, str] = {
     "arithmetic": "pipeline.harnesses.environments.arithmetic:Arithmetic",
     "calculator": "pipeline.harnesses.environments.calculator:Calculator",
+    "harbor": "pipeline.harnesses.environments.harbor:HarborTasks",
 }
 
 

@@ -14,21 +14,16 @@ import asyncio
 import math
 from datetime import UTC, datetime
 
-from pipeline.capture.secret import load_run_key, session_url, without_secrets
-from pipeline.harnesses.base import Harness, InfraFailure, Trial, Verdict, resolve
-from pipeline.harnesses.environments.base import Environment, make_environment
-from pipeline.log import Delivery, serve_work
-from schemas.config import Pool
+from pipeline.capture.secret import session_url, without_secrets
+from pipeline.harnesses.base import Harness, InfraFailure, Trial, Verdict
+from pipeline.harnesses.environments.base import Environment
+from pipeline.log import Delivery
 from schemas.facts import Failure, SequenceOpened, SequenceVerified
 from schemas.names import checked_name
 from services.process import Context
 
 VERIFY_SHARE = 0.2
 """Share of what is left of a trial's budget that is kept for verification."""
-
-
-class UnknownPool(ValueError):
-    """A pool that the configuration does not have."""
 
 
 class Host:
@@ -106,28 +101,3 @@ def verified(fact: SequenceOpened, found: Verdict | Failure) -> SequenceVerified
 def _infra(reason: str, detail: str) -> Failure:
     # A lone surrogate, as in an undecodable file name, has no place in an event.
     return Failure(kind="infra", reason=reason, detail=detail[:2000].encode(errors="replace").decode())
-
-
-def _pool(ctx: Context) -> Pool:
-    for pool in ctx.config.pools:
-        if pool.name == ctx.pool:
-            return pool
-    raise UnknownPool(f"no pool {ctx.pool!r}; pools: {[pool.name for pool in ctx.config.pools]}")
-
-
-async def serve(ctx: Context) -> None:
-    pool = _pool(ctx)
-    run_key = load_run_key(ctx.config.agent_loop.run_key_file)
-    harness = resolve(pool.harness)
-    # Environments import their data sets (seconds): before the first trial, not in the middle of one.
-    environments = {
-        s.name: make_environment(s.environment) for s in ctx.config.sources if s.pool == pool.name
-    }
-    host = Host(ctx, harness, environments, run_key)
-    work = await ctx.log.work(
-        f"harness-{pool.name}",
-        SequenceOpened.type,
-        source=pool.name,
-        ack_wait_s=ctx.config.agent_loop.ack_wait_s,
-    )
-    await serve_work(work, pool.tenants, host.handle, ctx.stop)

@@ -1,0 +1,1 @@
+"""Sandboxes in which an agent and its verifier run programs: one a trial."""
