@@ -3,16 +3,17 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+HARBOR := .venv-harbor
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STEPS ?= 5
 JOBS ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo learn smollm2 scaffolds vllm test lint format clean
+.PHONY: help venv demo learn smollm2 scaffolds scaffolds-table scaffolds-docker vllm test lint format clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 17
 
 venv: $(STAMP)  ## make .venv and install packtrain into it
 
@@ -36,8 +37,24 @@ smollm2: $(STAMP)  ## the demo with SmolLM2-135M-Instruct, on CPU
 	$(BIN)/packtrain demo --policy smollm2
 
 # The tests of pi and mini-swe-agent install these two by themselves; the others' run where this was run.
-scaffolds: $(STAMP)  ## install the agent scaffolds of tests/scaffolds (2.5 GB, two minutes)
-	$(BIN)/python tests/scaffolds/install.py
+scaffolds: $(STAMP)  ## install the agent scaffolds (2.6 GB, two minutes) and run all their tests
+	$(BIN)/packtrain scaffolds install
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile tests/scaffolds
+
+# One after the other, so that each has the machine.
+scaffolds-table: $(STAMP)  ## have every scaffold solve a task, and write the table of docs/scaffolds.md
+	$(BIN)/packtrain scaffolds install
+	rm -f .scaffolds/table.jsonl
+	PACKTRAIN_SCAFFOLD_TABLE=.scaffolds/table.jsonl $(BIN)/python -m pytest tests/scaffolds/test_harbor_solves.py
+	$(BIN)/python -m tests.scaffolds.table .scaffolds/table.jsonl
+
+# Where an engine answers; elsewhere each test is skipped, and says what is missing.
+scaffolds-docker: $(HARBOR)/.installed  ## the tests against Harbor's docker environment (installs Harbor into .venv-harbor: 450 MB)
+	$(HARBOR)/bin/python -m pytest tests/docker
+
+$(HARBOR)/.installed: $(STAMP) tests/docker/install.py
+	$(BIN)/python tests/docker/install.py $(HARBOR)
+	@touch $@
 
 # One server at a time, so one worker; the servers that it starts are the folder's own.
 vllm: $(VLLM)/.installed  ## the tests against a real vLLM, on CPU (installs it into .venv-vllm: 3.6 GB, a minute)
@@ -62,5 +79,5 @@ format: $(STAMP)  ## let ruff format and fix
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove .venv, vLLM, scaffolds, caches and build output; runs under .packtrain stay
-	rm -rf $(VENV) $(VLLM) .scaffolds build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(HARBOR) .scaffolds build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

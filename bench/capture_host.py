@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
-import orjson
 import uvloop
 from aiohttp import web
+from lag import Lag, resident, telling
 
 from pipeline.capture.journal import HostJournal
 from pipeline.capture.renderers.choose import load_renderer
@@ -26,31 +25,6 @@ from pipeline.capture.server import Capture
 from pipeline.engines.client import EngineClient
 from pipeline.engines.policies import TINY, policy_dir
 from schemas.config import Behaviour
-
-_DUE_S = 0.005
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-class Lag:
-    """How late the loop is with what was due."""
-
-    def __init__(self) -> None:
-        self.late: list[float] = []
-
-    async def watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + _DUE_S
-            await asyncio.sleep(_DUE_S)
-            self.late.append(loop.time() - due)
-
-    def taken(self) -> list[float]:
-        late, self.late = sorted(self.late), []
-        return late
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
 
 
 async def main() -> None:
@@ -69,22 +43,19 @@ async def main() -> None:
         runners.append(capture.runner(1))
     lag = Lag()
 
-    async def state(request: web.Request) -> web.Response:
+    def state() -> dict[str, Any]:
         late = lag.taken()
         gc.collect()
-        told = {"resident": resident(), "cpu_s": time.process_time(), "late": late}
-        return web.Response(body=orjson.dumps(told), content_type="application/json")
+        return {"resident": resident(), "cpu_s": time.process_time(), "late": late}
 
-    beside = web.Application()
-    beside.router.add_get("/", state)
-    runners.append(web.AppRunner(beside, access_log=None))
     for runner in runners:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
     tasks = [asyncio.create_task(lag.watch()), *(asyncio.create_task(each.commit()) for each in journals)]
-    *urls, control = (f"http://127.0.0.1:{runner.addresses[0][1]}" for runner in runners)
-    print(json.dumps({"urls": urls, "control": control}), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    urls = [f"http://127.0.0.1:{runner.addresses[0][1]}" for runner in runners]
+    async with telling(state) as control:
+        print(json.dumps({"urls": urls, "control": control}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
     for task in tasks:
         task.cancel()
     for runner in runners:

@@ -17,6 +17,8 @@ from schemas.shares import largest_remainder
 
 SourceName = Annotated[Name, Field(max_length=64)]
 """Shorter than other names: sample, sequence and attempt ids are made from it."""
+Resources = dict[str, Annotated[float, Field(ge=0)]]
+"""Amounts by the name of a resource."""
 MAX_DECISIONS = MAX_BODY - 1024
 """Bytes of `RunConfig.decisions()` as JSON: it enters the log in one `run.started`."""
 
@@ -165,7 +167,9 @@ class Pool(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="the harness's own options, validated by it"
     )
-    hosts: int = Field(default=1, ge=1, le=1024, description="processes; not given where host_budget is")
+    hosts: int = Field(
+        default=0, ge=0, le=1024, description="processes; 0: one, or its share where there is a host_budget"
+    )
     share: float = Field(
         default=1.0, gt=0, le=1e6, description="its part of host_budget, against the other pools' shares"
     )
@@ -191,13 +195,13 @@ class Pool(Section):
         default="",
         description="interpreter of its hosts, where the codebase and packtrain are installed; empty: the launcher's own",
     )
-    resources: dict[str, float] = Field(
+    resources: Resources = Field(
         default_factory=dict,
         description="what one host takes of a Ray node: CPU, GPU, memory (bytes) or a custom name; empty: one CPU",
     )
     rules: str = Field(
         default="",
-        description="what the agent-loop host knows of the scaffold's requests: claude_code, opencode, pi, codex, mini_swe_agent, openhands, terminus, or module:NAME; empty: nothing",
+        description="what the agent-loop host knows of the scaffold's requests: claude_code, opencode, pi, codex, mini_swe_agent, openhands, terminus, qwen, or module:NAME; empty: nothing, and in a harbor pool what its agent's are",
     )
 
 
@@ -239,6 +243,10 @@ class AgentLoop(Section):
         default="",
         description="local directory in which hosts keep recorded turns until their sequence ends, so that a killed host's are not lost; empty: made by the launcher",
     )
+    resources: Resources = Field(
+        default_factory=dict,
+        description="what one host takes of a Ray node: CPU, GPU, memory (bytes) or a custom name; empty: one CPU",
+    )
 
 
 class Behaviour(Section):
@@ -271,7 +279,7 @@ class Behaviour(Section):
 class Environment(Section):
     """What the tasks of a source are and how they are verified."""
 
-    kind: str = Field(description="arithmetic, calculator, or module:Class of an environment")
+    kind: str = Field(description="arithmetic, calculator, harbor, or module:Class of an environment")
     seed: int = Field(
         default=0, ge=0, description="seed of the task distribution; a held-out set is another seed"
     )
@@ -361,6 +369,11 @@ class Source(Section):
                 f"source {self.name!r}: estimator rloo compares a sequence with the others of its group, and group_size is 1; "
                 "raise group_size"
             )
+        if 0 < self.concurrency < self.group_size:
+            raise ValueError(
+                f"source {self.name!r}: concurrency {self.concurrency} is below group_size {self.group_size}, and a group is "
+                "dispatched as a whole; raise concurrency, or leave it 0 for no limit"
+            )
         if self.groups and not self._acceptable():
             raise ValueError(
                 f"source {self.name!r}: no pass rate of {self.group_size} sequences is between accept.min {self.accept.min} and "
@@ -407,6 +420,23 @@ class Trainer(Section):
     threads: int = Field(default=1, ge=1, le=256, description="torch threads of a rank")
 
 
+class Metrics(Section):
+    """What processes tell Prometheus."""
+
+    bind: str = Field(
+        default="",
+        description="host:port on which every service process serves /metrics; port 0: a free one each, which `packtrain status --json` tells for hosts; empty: nowhere",
+    )
+
+    @field_validator("bind")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host and port.isdecimal() and int(port) < 65536):
+            raise ValueError(f"{value!r} is not host:port, as 127.0.0.1:0")
+        return value
+
+
 def _named(sources: tuple[Source, ...], name: str) -> Source:
     for source in sources:
         if source.name == name:
@@ -435,6 +465,7 @@ class RunConfig(Section):
     batch: Batch = Batch()
     packer: Packer = Packer()
     trainer: Trainer = Trainer()
+    metrics: Metrics = Metrics()
     pools: tuple[Pool, ...] = Field(min_length=1)
     sources: tuple[Source, ...] = Field(min_length=1)
 
@@ -447,7 +478,7 @@ class RunConfig(Section):
             if twice:
                 raise ValueError(f"{what} {twice[0]!r} is defined twice")
         if self.host_budget:
-            counted = [pool.name for pool in self.pools if "hosts" in pool.model_fields_set]
+            counted = [pool.name for pool in self.pools if pool.hosts]
             if counted:
                 raise ValueError(
                     f"pool {counted[0]!r} has its own number of hosts, and host_budget is {self.host_budget}: give the pool a share, or leave host_budget out"
@@ -491,7 +522,7 @@ class RunConfig(Section):
     def pool_hosts(self) -> dict[str, int]:
         """Processes of each pool, by its name: its own number, or its share of `host_budget`."""
         if not self.host_budget:
-            return {pool.name: pool.hosts for pool in self.pools}
+            return {pool.name: pool.hosts or 1 for pool in self.pools}
         return largest_remainder(self.host_budget, {pool.name: pool.share for pool in self.pools})
 
     def decisions(self) -> dict[str, Any]:

@@ -14,6 +14,13 @@ def payload_key(run: str, source: str, attempt: str) -> str:
     return f"{run_prefix(run)}/payloads/{checked_name(source, 'source')}/{checked_name(attempt, 'attempt id')}.safetensors"
 
 
+def artefact_key(run: str, attempt: str, name: str) -> str:
+    """What an attempt's trial left to be looked at."""
+    return (
+        f"{run_prefix(run)}/artefacts/{checked_name(attempt, 'attempt id')}/{checked_name(name, 'artefact')}"
+    )
+
+
 def plan_key(run: str, step: int, crc32c: int) -> str:
     """The plan of a batch; its checksum is in the key, so that equal decisions are one object."""
     return f"{run_prefix(run)}/plans/{step:06d}-{crc32c:08x}.json"

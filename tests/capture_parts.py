@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -69,6 +70,7 @@ class ScriptedEngine:
         self.gate.set()
         self.arrived = asyncio.Condition()
         self.down = False
+        self.away = False
 
     async def generate(
         self,
@@ -144,7 +146,8 @@ class ScriptedEngine:
                 return web.json_response({"error": {"message": "down", "type": "unavailable"}}, status=503)
             body = await request.json()
             params = SamplingParams.model_validate(body["sampling_params"])
-            made = await self.generate(body["token_ids"], params, body["request_id"], "")
+            session = request.headers.get("X-Session-ID", "")
+            made = await self.generate(body["token_ids"], params, body["request_id"], session)
             content = [
                 {"token_id": token, "logprob": logprob}
                 for token, logprob in zip(made.token_ids, made.logprobs, strict=True)
@@ -157,14 +160,23 @@ class ScriptedEngine:
                 "logprobs": {"content": content},
                 "weight_versions": [span],
             }
-            return web.json_response({"request_id": body["request_id"], "choices": [choice]})
+            answer = {"request_id": body["request_id"], "choices": [choice]}
+            if not body.get("stream"):
+                return web.json_response(answer)
+            # A stream of one event.
+            events = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+            return web.Response(text=events, content_type="text/event-stream")
 
         async def weights(request: web.Request) -> web.Response:
             self.version_asked += 1
             return web.json_response({"weight_version": str(self.version_number)})
 
+        async def health(request: web.Request) -> web.Response:
+            return web.Response(status=503 if self.away else 200)
+
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/inference/v1/generate", generate)
+        app.router.add_get("/health", health)
         app.router.add_get("/weight_info", weights)
         app.router.add_get("/weight_version", weights)
         return app

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import orjson
@@ -95,7 +95,7 @@ kind = "arithmetic"
 
 
 class Launched:
-    """`packtrain run FILE --plain` in a directory of its own.
+    """`packtrain run FILE --plain`, or another `command`, in a directory of its own.
 
     `wrap` goes before its command line (a namespace to run it in), which sees as `state` what is `seen` from here.
     """
@@ -109,6 +109,8 @@ class Launched:
         wrap: Sequence[str] = (),
         state: Path | None = None,
         seen: Path | None = None,
+        command: str = "run",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -116,6 +118,8 @@ class Launched:
         self.file = directory / "run.toml"
         self.file.write_text(text)
         self._wrap = list(wrap)
+        self._command = command
+        self._environment = environment
         self.state = state or directory / "state"
         self.seen = seen or self.state
         self.home = self.seen / "runs" / run
@@ -123,13 +127,14 @@ class Launched:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *arguments: str) -> None:
-        argv = [sys.executable, "-P", "-m", "services.cli.main", "run", str(self.file), "--plain", *arguments]
+        argv = [sys.executable, "-P", "-m", "services.cli.main", self._command, str(self.file)]
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(
-                [*self._wrap, *argv, "--directory", str(self.state)],
+                [*self._wrap, *argv, "--plain", *arguments, "--directory", str(self.state)],
                 stdout=output,
                 stderr=output,
                 cwd=self.directory,
+                env=self._environment,
             )
 
     def signal(self, number: signal.Signals) -> None:
@@ -157,6 +162,10 @@ class Launched:
 
     def restarts(self) -> dict[str, int]:
         return orjson.loads((self.home / "processes.json").read_bytes())["restarts"]
+
+    def actors(self) -> dict[str, tuple[str, int]]:
+        """(node, process) of rollout hosts that are Ray actors, by name."""
+        return orjson.loads((self.home / "processes.json").read_bytes())["actors"]
 
     async def pid(self, name: str) -> int:
         """The process of a service, once it runs."""

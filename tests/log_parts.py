@@ -51,10 +51,10 @@ async def take(events: AsyncIterator[_T], count: int, deadline_s: float = 30.0) 
     return found
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], deadline_s: float = 30.0, poll_s: float = 0.02) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(poll_s)
 
 
 class Tries:

@@ -139,7 +139,7 @@ class Stage:
                 sample=sample,
                 sequence=sequence,
                 member=member,
-                group_size=64,
+                group_size=256,
                 pool=pool or self.config.source(source).pool,
                 task_index=member,
                 min_policy_version=version,
@@ -226,6 +226,7 @@ def configuration(
                 "max_attempts": 2,
                 "ack_wait_s": 1.5,
                 "trial_budget_s": 30.0,
+                "queue_s": 0.0,
                 **agent_loop_,
             },
             "pools": [

@@ -32,7 +32,7 @@ from schemas.facts import (
 class SamplerCore:
     """See the module's promises."""
 
-    STATE_VERSION: ClassVar[int] = 1
+    STATE_VERSION: ClassVar[int] = 2
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -48,7 +48,7 @@ class SamplerCore:
             case SequenceDispatched() as fact:
                 self.groups.dispatched(fact)
             case SequenceFinished() as fact:
-                self.groups.finished(fact)
+                self.groups.finished(fact, self._masked(fact))
             case SequenceFailed() as fact:
                 self.groups.failed(fact)
             case SampleGraded(sample=sample, rewards=rewards):
@@ -64,6 +64,13 @@ class SamplerCore:
                 self.trained = max(self.trained, step)
             case _:
                 pass
+
+    def _masked(self, fact: SequenceFinished) -> bool:
+        if self.decisions is None:
+            return False
+        # By name, not `Decisions.source`: a run that was given another configuration for a replay may lack the source.
+        sources = (source for source in self.decisions.sources if source.name == fact.source)
+        return any(source.effects.get(fact.termination) == "mask" for source in sources)
 
     def members(self, fact: BatchYielded) -> list[Group]:
         """The groups of a batch that is about to be folded; those of one that is folded are forgotten."""

@@ -5,8 +5,8 @@ Promises:
   before the step under way;
 - its members are, of each source, the oldest `groups` shaped up to the event decided on that are fresh for the step:
   `members` recomputes them from the log alone;
-- the plan holds every context with a loss token exactly once, and equal micro-batch counts on all ranks: where there
-  are too few contexts for that, some micro-batches are empty;
+- the plan holds every context with a loss token exactly once, but none of a masked sequence, and equal micro-batch counts
+  on all ranks: where there are too few contexts for that, some micro-batches are empty;
 - prompt-mean weights: every group weighs the same, every loss token of a group weighs the same, and they sum to 1.
 """
 
@@ -92,7 +92,7 @@ def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) ->
         for finished, advantage in zip(group.ordered(), group.advantages, strict=True):
             contexts = finished.contexts()
             for index, context in enumerate(contexts):
-                if context.loss_tokens():
+                if context.loss_tokens() and not finished.masked:
                     rows.append(_Row(len(sequences), index, context.tokens, advantage, weight))
             sequences.append(
                 PlanSequence(

@@ -6,13 +6,13 @@ Pure. The core knows no scaffold: an adapter's rules are data, read by `classify
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from pipeline.capture.call import Call
+from schemas.config import Pool
 from schemas.names import Name, checked_name
 
 LABELS = ("title", "probe", "auxiliary", "summary", "compaction", "subagent")
@@ -105,9 +105,19 @@ def load_rules(name: str) -> Rules:
     return found
 
 
+def pool_rules(pool: Pool) -> str:
+    """The name that `load_rules` knows the rules of a pool by: the pool's own, else those of the scaffold that its harness
+    runs."""
+    agent = pool.options.get("agent", "")
+    if pool.rules or pool.harness != "harbor" or not isinstance(agent, str):
+        return pool.rules
+    name = agent.replace("-", "_")
+    return name if name in _shipped() else ""
+
+
 def _shipped() -> list[str]:
     package = importlib.import_module("pipeline.harnesses.scaffolds")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name.replace("-", "_") for name in package.NAMES)
 
 
 @dataclass(frozen=True, slots=True)

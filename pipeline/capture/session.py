@@ -50,6 +50,8 @@ _PUT_TOGETHER = 1 << 17
 class ContextOverflow(Exception):
     """The dialogue leaves no room for a sampled token."""
 
+    code = "context_length_exceeded"
+
     def __init__(self, prompt_tokens: int, limit: int) -> None:
         super().__init__(
             f"the dialogue has {prompt_tokens} tokens, the context holds {limit} with at least one to sample"
@@ -96,6 +98,9 @@ class Session:
         self._last: Answer | None = None
         self._trouble = False
         self._left = False
+        self._refused = ""
+        self.away_s = 0.0
+        """Seconds of its turns in which the engine was away."""
         self.closed = False
 
     @property
@@ -108,6 +113,11 @@ class Session:
         """Whether the engine owes an answer: a model call is under way, the last to end met the engine's trouble, or the
         client of the newest call went before it had its answer, whether or not that was sampled since."""
         return self._trouble or self._left or bool(self._tasks)
+
+    @property
+    def refused(self) -> str:
+        """The `code` of the limit that refused the turn that ended last; empty: none did."""
+        return self._refused
 
     @property
     def last(self) -> Answer | None:
@@ -170,11 +180,13 @@ class Session:
         except BaseException as error:
             self._budget.turns -= counted
             self._trouble = isinstance(error, EngineUnavailable)
+            self._refused = error.code if isinstance(error, TurnLimit | ContextOverflow) else ""
             # One that failed may be asked for anew.
             self._answers.pop(key, None)
             raise
         else:
             self._trouble = False
+            self._refused = ""
             return answer
         finally:
             self._tasks.discard(asyncio.current_task())
@@ -247,6 +259,7 @@ class Session:
             routed_from=match.node.routed,
             within=self._budget.left_s(),
         )
+        self.away_s += generation.away_s
         sampled = self._turn(given.lead, opening, generation)
         if not watched:
             if len(sampled.ids) > _MANY_TOKENS:

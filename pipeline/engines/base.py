@@ -51,7 +51,7 @@ class Generation:
 
     candidates: the ids that top-k and top-p left open, per token; empty where the whole vocabulary was. () without any.
     routing: where the engine returns it, rows from the asked `routed_from` to the last token that was an input.
-    resumed: how often the generation was interrupted and continued.
+    resumed: how often the generation was interrupted and continued. away_s: seconds in which no replica would answer.
     """
 
     token_ids: tuple[int, ...]
@@ -61,6 +61,7 @@ class Generation:
     candidates: tuple[tuple[int, ...], ...] = ()
     resumed: int = 0
     routing: Routing | None = None
+    away_s: float = 0.0
 
 
 Watch = Callable[[Sequence[int]], int | None]

@@ -15,11 +15,12 @@ With several replicas answers are streamed, so that what a dying one has sampled
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -176,8 +177,10 @@ class Replicas:
         stream = watch is not None or len(self._states) > 1
         trying = _Trying(session_id, deadline)
         requests = empty = 0
+        away, failing_since = 0.0, math.inf
         while True:
             state = await self._next(trying)
+            asked_at = time.monotonic()
             name = request_id if requests == 0 else f"{request_id}-r{requests}"
             before, requests = len(progress.token_ids), requests + 1
             ask = progress.ask(name, session_id, images, stream)
@@ -186,14 +189,16 @@ class Replicas:
             except (Broken, EngineUnavailable) as error:
                 self._failed(trying, state, error)
                 if len(progress.token_ids) == before:
+                    failing_since = min(failing_since, asked_at)
                     continue
                 trying.waits, reason = 0, "abort"
             else:
                 trying.tried.clear()
+            away, failing_since = away + max(0.0, asked_at - failing_since), math.inf
             if reason != "abort":
-                return progress.generation(reason)
+                return replace(progress.generation(reason), away_s=away)
             if progress.full() or progress.stopped():
-                return progress.generation("length" if progress.full() else "stop")
+                return replace(progress.generation("length" if progress.full() else "stop"), away_s=away)
             progress.resumed += 1
             if len(progress.token_ids) == before:
                 # Aborted before its first token: give the engine time to finish its update.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from pipeline.harnesses.agent import Agent
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.harnesses.agent import Agent, NoOptions
 from pipeline.harnesses.base import Trial, Verdict
+
+Options = NoOptions
 
 
 class ChatHarness:
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        Options.model_validate(options or {})
         self._agent = Agent()
 
     async def run(self, trial: Trial) -> Verdict:

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-_LAUNCHER = str(Path(__file__).with_name("sandbox_launcher.py"))
+from pipeline.harnesses.kernel import program
+
 _PYTHON = os.path.realpath(sys.executable)
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/null")
 _CHUNK = 65_536
@@ -123,7 +124,7 @@ def _spawn(argv: Sequence[str], limits: Limits, report: int) -> subprocess.Popen
             f"the program and its arguments take {len(text)} bytes as JSON, the limit is {_ARGUMENT - 1}; pass data on stdin"
         )
     return subprocess.Popen(
-        [_PYTHON, "-I", "-S", _LAUNCHER, text],
+        [*program("pipeline.harnesses.sandbox_launcher"), text],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

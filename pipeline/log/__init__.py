@@ -5,8 +5,9 @@ from pipeline.log.dead_letters import DeadLetters, Letter, LetterError
 from pipeline.log.log import Log
 from pipeline.log.patience import LogError
 from pipeline.log.publish import Published
+from pipeline.log.serving import serve_work
 from pipeline.log.tasks import end_tasks
-from pipeline.log.work import Delivery, Work, serve_work
+from pipeline.log.work import Delivery, Work
 
 __all__ = [
     "BrokerUnavailable",

@@ -25,13 +25,14 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig, StreamInfo
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
+from pipeline.hosts.waits import Waits
 from pipeline.log.connection import BrokerUnavailable, connect
 from pipeline.log.dead_letters import MALFORMED, MAX_MESSAGE, DeadLetters
 from pipeline.log.fold import Found, read_events
 from pipeline.log.patience import NO_JETSTREAM, Patience
 from pipeline.log.publish import PUBLISH_TIMEOUT_S, Published, Publisher, decode_raw, unreadable
 from pipeline.log.subscription import Durable, durable_name
-from pipeline.log.work import MAX_DELIVER, Work, open_work
+from pipeline.log.work import MAX_DELIVER, MAX_PENDING, Work, open_work
 from schemas.config import Broker
 from schemas.envelope import Event, Invalid, Unknown, decode
 from schemas.facts import FACTS, Fact
@@ -47,7 +48,8 @@ _DUPLICATE_WINDOW_S = 120.0
 
 
 class Log:
-    """See the module's promises. `skipped` counts messages that were no event for this reader, by kind."""
+    """See the module's promises. `skipped` counts messages that were no event for this reader, by kind; `waits` measures
+    how long publishes take, as `broker`."""
 
     def __init__(self, client: Client, run: str, producer: str, broker: Broker) -> None:
         self._client = client
@@ -58,6 +60,7 @@ class Log:
         self.producer = producer
         self.stream = stream_name(run)
         self.skipped: Counter[str] = Counter()
+        self.waits = Waits()
         self.patiently = Patience(client, self._js, self.stream)
         self.letters = DeadLetters(client, self._js, self.patiently, run, self.stream)
         self._publisher = Publisher(client, self._js, self.patiently, self.stream, run, producer)
@@ -156,11 +159,13 @@ class Log:
 
         Raises BodyTooLarge or BadName for a fact that may not be an event, LogError when the log will never take it.
         """
-        return await self._publisher.publish(fact, cause)
+        with self.waits.waiting("broker"):
+            return await self._publisher.publish(fact, cause)
 
     async def publish_all(self, facts: Sequence[tuple[Fact, Event | None]]) -> list[Published]:
         """`publish` for a burst of (fact, cause), as atomic batches: in order, each unless it is decided already."""
-        return await self._publisher.publish_all(facts)
+        with self.waits.waiting("broker"):
+            return await self._publisher.publish_all(facts)
 
     async def _newest(self, subject: str) -> Event | Unknown | Invalid | None:
         try:
@@ -283,7 +288,7 @@ class Log:
         *,
         source: str = "*",
         ack_wait_s: float,
-        max_pending: int = 20_000,
+        max_pending: int = MAX_PENDING,
         max_deliver: int = MAX_DELIVER,
     ) -> Work:
         """The durable work consumer `name`: every matching fact is handled by one of its readers, until acknowledged.

@@ -6,6 +6,7 @@ Promises:
   `Status` header for an answer, and drops it);
 - nothing is asked for that has no taker: requests expire, and what they still owe is counted, so that no more comes
   than was wanted at one time;
+- the broker serves the waiting request with the lowest `priority` first, those of one priority in turn, when it can;
 - what was asked for and is lost (a broken connection, a restarted server, a consumer that is gone) raises `Lost`
   within a second or the request's own time; nothing waits for ever.
 """
@@ -37,6 +38,20 @@ _ENDED = {"404", "408"}
 consumer) means that the requests are void."""
 
 
+GROUP = "tenants"
+"""The priority group of every work consumer: JetStream wants one, and gives it no meaning of its own."""
+LOWEST = 9
+"""JetStream's last priority; the first is 0."""
+PRIORITIES_SINCE = (2, 12)
+"""The first nats-server that serves requests by their priority; an older one is asked without, and serves all in turn."""
+
+
+def has_priorities(client: Client) -> bool:
+    """Whether the connected server serves requests by priority."""
+    version = client.connected_server_version
+    return (version.major, version.minor) >= PRIORITIES_SINCE
+
+
 class Lost(NatsError):
     """What was asked for does not come: declare the consumer, and ask anew."""
 
@@ -54,11 +69,17 @@ class Pull:
         self._connection = client.stats["reconnects"]
         self._owed = 0
         self._until = 0.0
+        self._ended = False
 
     async def open(self) -> None:
         """Sends nothing that is answered: it registers an inbox."""
         self._connection = self._client.stats["reconnects"]
         self._subscription = await self._client.subscribe(self._client.new_inbox(), cb=self._arrive)
+
+    def end(self) -> None:
+        """Whoever takes gets at once what is there, and nobody waits any more."""
+        self._ended = True
+        self._arrived.set()
 
     async def close(self) -> list[Msg]:
         """Takes no more; gives what has come and was not taken."""
@@ -69,24 +90,27 @@ class Pull:
                 await self._subscription.unsubscribe()
         return left
 
-    async def take(self, want: int, timeout_s: float) -> list[Msg]:
-        """Up to `want` messages as soon as there is one, none after `timeout_s`. Raises Lost."""
+    async def take(self, want: int, timeout_s: float, priority: int = 0) -> list[Msg]:
+        """Up to `want` messages as soon as there is one, none after `timeout_s`. Raises Lost.
+
+        priority: 0 (served first) to `LOWEST`, of what is asked for now; what was asked for before keeps its own.
+        """
         deadline = time.monotonic() + timeout_s
         # Not for every message that was taken: one request in a while keeps them coming.
         if want > 2 * self._owed:
-            await self._ask(want - self._owed, timeout_s)
+            await self._ask(want - self._owed, timeout_s, priority)
         found: list[Msg] = []
         while True:
             # What has come is given before a request's end is told, which may be an error.
             while self._queue and len(found) < want and not (found and not _stored(self._queue[0])):
                 self._count(self._queue.popleft(), found)
             left = deadline - time.monotonic()
-            if found or left < -_GRACE_S:
+            if found or self._ended or left < -_GRACE_S:
                 return found
             if not self._owed:
                 if left < _SHORT_S:
                     return found
-                await self._ask(want, left)
+                await self._ask(want, left, priority)
             elif time.monotonic() > self._until + _GRACE_S:
                 raise Lost(f"{self._consumer}: {self._owed} messages were asked for and never came")
             self._check()
@@ -98,18 +122,20 @@ class Pull:
 
     async def _wait(self) -> None:
         self._arrived.clear()
-        if not self._queue:
+        if not self._queue and not self._ended:
             # Not wait_for, which in Python 3.11 may lose a cancellation.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._arrived.wait()
 
-    async def _ask(self, count: int, timeout_s: float) -> None:
+    async def _ask(self, count: int, timeout_s: float, priority: int) -> None:
         assert self._subscription is not None
         self._check()
         # Never no_wait: while max_ack_pending is reached the broker keeps such a request, without an end.
-        body = orjson.dumps({"batch": count, "expires": int(timeout_s * 1e9)})
-        await self._client.publish(self._request, body, reply=self._subscription.subject)
+        request: dict[str, int | str] = {"batch": count, "expires": int(timeout_s * 1e9)}
+        if has_priorities(self._client):
+            request |= {"group": GROUP, "priority": priority}
+        await self._client.publish(self._request, orjson.dumps(request), reply=self._subscription.subject)
         self._owed += count
         self._until = time.monotonic() + timeout_s
 

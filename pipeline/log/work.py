@@ -1,24 +1,19 @@
-"""Work over the log: a durable pull consumer with explicit acknowledgements, and the loop that serves it.
+"""Work over the log: a durable pull consumer with explicit acknowledgements. `pipeline.log.serving` serves it.
 
 Promises:
 - a fact is handled by one reader at a time and comes back when its reader falls silent for `ack_wait_s`;
-- `serve_work` pulls only into free slots, keeps the fact its own while the handler lives, and hands back what it
-  has when it is stopped; a fact that is delivered again meanwhile, as the broker was away and did not hear that it is kept,
-  is not handled a second time beside the first;
-- a handler that raises costs its own delivery (which is retried, with growing delay), never another's;
-- a fact costs at most `max_deliver` handlers, whatever it does to them: then it is a dead letter
-  (`pipeline.log.dead_letters`), and comes back when a person retries it.
+- of the readers that wait, those that say the lowest priority are given first;
+- a message that is no fact of the consumer never reaches a handler: it is settled at the door.
 """
 
 # nats-py's signatures hold untyped dictionaries and keyword arguments; values are typed where they enter our code.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Protocol
 
 from nats.aio.client import Client
@@ -27,23 +22,29 @@ from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from pipeline.log.dead_letters import MALFORMED, REASON, DeadLetters, printable
+from pipeline.log.dead_letters import MALFORMED, DeadLetters
 from pipeline.log.fold import Found
-from pipeline.log.patience import LogError, Patience
-from pipeline.log.pull import Lost, Pull
-from pipeline.log.tasks import end_tasks
-from pipeline.log.tracing import handling
+from pipeline.log.patience import Patience
+from pipeline.log.pull import GROUP, Lost, Pull, has_priorities
 from schemas.envelope import Event, Invalid, Unknown, decode
 from schemas.names import BadName, checked_name, dead_letter_subject
 
 _LOG = logging.getLogger("packtrain.work")
 _FETCH_S = 0.5
-_RETRY_S = 0.3
 _UNKNOWN_S = (5.0, 10.0, 20.0, 40.0, 60.0)
-_BACKOFF_S = (0.5, 1.0, 2.0, 5.0)
 MAX_DELIVER = 10
+MAX_PENDING = 20_000
+"""Facts that are with all readers of a work consumer together, unless it is limited."""
 DURABLE_PREFIX = "sub-"
 """Of the durables of subscriptions, which share JetStream's names with work consumers."""
+
+
+@dataclass
+class _ByPriority(ConsumerConfig):
+    """With the two fields of the broker's that nats-py does not have."""
+
+    priority_groups: list[str] | None = None
+    priority_policy: str | None = None
 
 
 class Sorter(Protocol):
@@ -109,10 +110,6 @@ class Delivery:
         await self._message.in_progress()
 
 
-LastWord = Callable[[Delivery, str], Awaitable[None]]
-"""What a service says of a fact before it becomes a dead letter, for that reason: idempotent, for it may be said twice."""
-
-
 class Work:
     """A durable work consumer; any number of processes may read it."""
 
@@ -122,7 +119,7 @@ class Work:
         js: JetStreamContext,
         patiently: Patience,
         sorter: Sorter,
-        config: ConsumerConfig,
+        config: _ByPriority,
         max_deliver: int,
     ) -> None:
         self._client = client
@@ -138,13 +135,32 @@ class Work:
 
     async def open(self) -> None:
         """Declares the consumer (idempotent), and binds to it. Waits while the broker is away."""
-        # A durable of an older version of ours reads its facts alone: declared again, it is given today's filters.
-        await self._patiently(
-            lambda: self._js.add_consumer(self._sorter.stream, self._config), f"work {self.name}", stores=True
-        )
+        await self._declare()
         pull = Pull(self._client, self._sorter.stream, self.name)
         await pull.open()
         self._pull = pull
+
+    async def limit(self, most: int) -> None:
+        """From now on at most `most` facts are with all its readers together, 0: as many as by default. What is with them
+        stays there. Waits while the broker is away."""
+        self._config.max_ack_pending = most or MAX_PENDING
+        await self._declare()
+
+    async def _declare(self) -> None:
+        # A durable of an older version of ours reads its facts alone, in turn: declared again, it is given today's filters and
+        # priorities. A host of that version is then refused, declares it again, and is served in turn beside the others.
+        def declare() -> Awaitable[object]:
+            config = self._config
+            if has_priorities(self._client):
+                config.priority_groups, config.priority_policy = [GROUP], "prioritized"
+            return self._js.add_consumer(self._sorter.stream, config)
+
+        await self._patiently(declare, f"work {self.name}", stores=True)
+
+    def end(self) -> None:
+        """Lets a `fetch` that waits return at once: its facts are for readers that go on."""
+        if self._pull is not None:
+            self._pull.end()
 
     async def close(self) -> None:
         """Takes no more, and hands back what was not fetched."""
@@ -154,8 +170,10 @@ class Work:
                 with contextlib.suppress(NatsError, OSError):
                     await message.nak()
 
-    async def fetch(self, most: int, timeout_s: float = _FETCH_S) -> list[Delivery]:
+    async def fetch(self, most: int, timeout_s: float = _FETCH_S, priority: int = 0) -> list[Delivery]:
         """Up to `most` deliveries as soon as there is one, none when nothing comes within `timeout_s`.
+
+        Of readers that wait, those with the lowest `priority` (0 to `pull.LOWEST`) are given first.
 
         Those with `attempt` over `max_deliver` are among them, to be buried; `serve_work` does. Raises what the client
         raises while the broker is away.
@@ -164,12 +182,16 @@ class Work:
             await self.open()
         assert self._pull is not None
         try:
-            messages = await self._pull.take(most, timeout_s)
+            messages = await self._pull.take(most, timeout_s, priority)
         except Lost:
             await self.close()
             raise
         opened = [await self._opened(message) for message in messages]
         return [delivery for delivery in opened if delivery is not None]
+
+    async def pending(self) -> int:
+        """Facts that no reader has been given yet. Raises what the client raises while the broker is away."""
+        return (await self._js.consumer_info(self._sorter.stream, self.name)).num_pending or 0
 
     async def _opened(self, message: Msg) -> Delivery | None:
         """The delivery in a message, if it is for a handler; any other message is settled here."""
@@ -247,7 +269,7 @@ async def open_work(
         raise BadName(f"work consumer {name!r}: {MALFORMED!r} and names in {DURABLE_PREFIX!r} are taken")
     if max_deliver < 1:
         raise ValueError(f"work consumer {name!r}: max_deliver is {max_deliver}, and must be 1 or more")
-    config = ConsumerConfig(
+    config = _ByPriority(
         durable_name=name,
         filter_subjects=[subject, f"{dead_letter_subject(sorter.run, name)}.>"],
         deliver_policy=DeliverPolicy.ALL,
@@ -260,120 +282,3 @@ async def open_work(
     work = Work(client, js, patiently, sorter, config, max_deliver)
     await work.open()
     return work
-
-
-async def serve_work(
-    work: Work,
-    capacity: int,
-    handler: Callable[[Delivery], Awaitable[None]],
-    stop: asyncio.Event,
-    bury: LastWord | None = None,
-) -> None:
-    """Handles deliveries, at most `capacity` at once, until `stop` is set; see the module's promises.
-
-    `bury` is told of each fact that is about to become a dead letter, so that whoever waits for its result gets one.
-    """
-    running: set[asyncio.Task[None]] = set()
-    in_hand: dict[int, Delivery] = {}
-
-    def ended(task: asyncio.Task[None], delivery: Delivery) -> None:
-        running.discard(task)
-        if in_hand.get(delivery.seq) is delivery:
-            del in_hand[delivery.seq]
-
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        while not stop.is_set():
-            free = capacity - len(running)
-            if free <= 0:
-                await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
-                continue
-            try:
-                deliveries = await work.fetch(free)
-            except (NatsError, OSError) as error:
-                _LOG.info("work %s waits for the broker: %s", work.name, error or type(error).__name__)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            for delivery in deliveries:
-                held = in_hand.get(delivery.seq)
-                if held is not None and not held.settled:
-                    held.renew(delivery)
-                    continue
-                in_hand[delivery.seq] = delivery
-                task = asyncio.create_task(_handle(work, delivery, handler, bury))
-                running.add(task)
-                task.add_done_callback(functools.partial(ended, delivery=delivery))
-    finally:
-        await end_tasks([stopped, *running])
-        await work.close()
-
-
-async def _handle(
-    work: Work,
-    delivery: Delivery,
-    handler: Callable[[Delivery], Awaitable[None]],
-    last_word: LastWord | None,
-) -> None:
-    alive = asyncio.create_task(_keep(delivery, work.ack_wait_s / 3))
-    try:
-        if delivery.attempt > work.max_deliver:
-            reason = f"delivered {delivery.attempt - 1} times, no reader answered"
-            await _bury(work, delivery, reason, last_word)
-        else:
-            with handling(delivery.event, work.name):
-                await handler(delivery)
-            if not delivery.settled:
-                raise RuntimeError(
-                    f"handler of work {work.name!r} neither acknowledged nor retried {delivery.event.fact.id()}"
-                )
-    except asyncio.CancelledError:
-        await _hand_back(delivery, 0.0)
-        raise
-    except Exception as error:
-        await _failed(work, delivery, error, last_word)
-    finally:
-        alive.cancel()
-
-
-async def _failed(work: Work, delivery: Delivery, error: Exception, last_word: LastWord | None) -> None:
-    if delivery.attempt == work.max_deliver and not delivery.settled:
-        _LOG.error(
-            "work %s: %s failed for the last time", work.name, delivery.event.fact.id(), exc_info=error
-        )
-        try:
-            await _bury(work, delivery, f"{type(error).__name__}: {error}", last_word)
-            return
-        except (LogError, NatsError, OSError) as unburied:
-            error = unburied
-    delay = _BACKOFF_S[min(delivery.attempt, len(_BACKOFF_S)) - 1]
-    _LOG.error(
-        "work %s: %s failed, retried in %.1f s", work.name, delivery.event.fact.id(), delay, exc_info=error
-    )
-    await _hand_back(delivery, delay)
-
-
-async def _bury(work: Work, delivery: Delivery, reason: str, last_word: LastWord | None) -> None:
-    # What a plug-in raises may hold anything; whoever gets the reason from here gets a line of text.
-    reason = printable(reason, REASON)
-    if last_word is not None:
-        try:
-            await last_word(delivery, reason)
-        except Exception as error:
-            # The letter is written all the same: without it nobody would know of either.
-            _LOG.exception("work %s: the last word on %s failed", work.name, delivery.event.fact.id())
-            reason = f"{reason}; and the service's last word failed: {type(error).__name__}: {error}"
-    await delivery.bury(reason)
-
-
-async def _hand_back(delivery: Delivery, delay_s: float) -> None:
-    # Without a connection the fact comes back by its ack_wait all the same.
-    if not delivery.settled:
-        with contextlib.suppress(NatsError, OSError):
-            await delivery.retry(delay_s)
-
-
-async def _keep(delivery: Delivery, every_s: float) -> None:
-    while True:
-        await asyncio.sleep(every_s)
-        with contextlib.suppress(NatsError, OSError):
-            await delivery.progress()

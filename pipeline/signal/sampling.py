@@ -7,6 +7,7 @@ Promises:
   rate is strictly between the source's limits, its advantages are not all zero (unless kept by configuration) and it is
   fresh enough for the next batch;
 - evaluation groups are never trained: they are rejected as such, with their rewards;
+- a masked sequence counts in its group with its reward, and with nothing else: not its tokens, their age or their length;
 - a group that is decided against, or yielded, leaves no state behind;
 - a finished sequence takes what its contexts and payload header take as JSON (1 KiB for one context) and a few hundred
   bytes, in memory and in a dump.
@@ -48,24 +49,28 @@ class Finished:
     reward: float
     tokens: int
     longest: int
-    """Tokens of its largest context."""
+    """Tokens of its largest context that is trained."""
     loss_tokens: int
     min_version: int | None
-    """The oldest policy version among its sampled tokens; None when there are none."""
+    """The oldest policy version among its sampled tokens that are trained; None when there are none."""
     contexts_json: str
     payload_json: str
+    masked: bool = False
+    """None of its tokens is trained: its termination's effect, by configuration."""
 
     @classmethod
-    def of(cls, fact: SequenceFinished) -> Finished:
+    def of(cls, fact: SequenceFinished, masked: bool = False) -> Finished:
+        trained = () if masked else fact.contexts
         return cls(
             sequence=fact.sequence,
             reward=fact.reward,
             tokens=sum(c.tokens for c in fact.contexts),
-            longest=max((c.tokens for c in fact.contexts), default=0),
-            loss_tokens=sum(c.loss_tokens() for c in fact.contexts),
-            min_version=min((c.min_version for c in fact.contexts if c.generated), default=None),
+            longest=max((c.tokens for c in trained), default=0),
+            loss_tokens=sum(c.loss_tokens() for c in trained),
+            min_version=min((c.min_version for c in trained if c.generated), default=None),
             contexts_json=_CONTEXTS.dump_json(fact.contexts).decode(),
             payload_json=fact.payload.model_dump_json(),
+            masked=masked,
         )
 
     def contexts(self) -> tuple[ContextMeta, ...]:
@@ -175,10 +180,10 @@ class Groups:
         group = self._groups.setdefault(fact.sample, Group(fact.source, fact.sample, fact.group_size))
         group.members[fact.sequence] = fact.member
 
-    def finished(self, fact: SequenceFinished) -> None:
+    def finished(self, fact: SequenceFinished, masked: bool = False) -> None:
         group = self._groups.get(fact.sample)
         if group is not None and fact.sequence in group.members and fact.sequence not in group.failed:
-            group.finished[fact.sequence] = Finished.of(fact)
+            group.finished[fact.sequence] = Finished.of(fact, masked)
 
     def failed(self, fact: SequenceFailed) -> None:
         group = self._groups.get(fact.sample)
@@ -263,8 +268,10 @@ def judge(
         return rejected("overlong")
     if not source.accept.min < rate < source.accept.max:
         return rejected("pass_rate")
-    if source.accept.drop_all_zero and all(abs(a) < _ZERO for a in ESTIMATORS[source.estimator](rewards)):
-        return rejected("all_zero")
+    if source.accept.drop_all_zero:
+        advantages = ESTIMATORS[source.estimator](rewards)
+        if all(f.masked or abs(a) < _ZERO for f, a in zip(group.ordered(), advantages, strict=True)):
+            return rejected("all_zero")
     if staleness(group, step) > source.staleness:
         return rejected("stale")
     return SampleAccepted(

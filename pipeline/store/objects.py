@@ -31,6 +31,7 @@ from pydantic import BaseModel, Field, ValidationError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from pipeline.checksum import crc32c
+from pipeline.hosts.waits import Waits
 from pipeline.store.errors import BadStore, ObjectDamaged, ObjectExists, ObjectMissing, StoreUnavailable
 from pipeline.store.keys import BadKey, checked_key, checked_prefix
 from pipeline.store.ranges import COALESCE_GAP, Range, coalesce
@@ -83,7 +84,8 @@ class _Transport(Exception):
 
 
 class ObjectStore:
-    """See the module. Made by `open` or `in_memory`; belongs to one event loop."""
+    """See the module. Made by `open` or `in_memory`; belongs to one event loop. `waits` measures how long requests take, with
+    their tries and for a slot, as `store`."""
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class ObjectStore:
     ) -> None:
         self.url = url
         self.counters = Counters()
+        self.waits = Waits()
         self._client = client
         self._remedy = remedy
         self._patience_s = patience_s
@@ -320,7 +323,8 @@ class ObjectStore:
             reraise=True,
         )
         try:
-            return await retrying(once)
+            with self.waits.waiting("store"):
+                return await retrying(once)
         except _Transport as error:
             raise StoreUnavailable(
                 self.url, f"no success in {self._patience_s:g} s ({_brief(error)})", self._remedy

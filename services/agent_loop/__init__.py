@@ -16,10 +16,13 @@ from pipeline.capture.secret import load_run_key
 from pipeline.capture.server import Capture
 from pipeline.engines.client import open_engine
 from pipeline.engines.policies import policy_dir
-from pipeline.log import end_tasks, serve_work
+from pipeline.hosts.engine import MeasuredEngine
+from pipeline.hosts.host import Host, Place
+from pipeline.log import end_tasks
 from pipeline.secret_file import read_secret
 from schemas.facts import SequenceDispatched
-from services.agent_loop.host import Host, max_deliver
+from services.agent_loop.host import Host as Sequences
+from services.agent_loop.host import max_deliver
 from services.process import Context
 
 WORK = "agent-loop"
@@ -41,7 +44,7 @@ async def serve(ctx: Context) -> None:
     token = read_secret(token_file, "engine.token_file") if token_file else None
     journal = _journal(settings.journal_dir, name)
     recovery = Recovery(settings.journal_dir) if settings.journal_dir else None
-    engine = open_engine(config.engine, token, settings.trial_budget_s)
+    engine = MeasuredEngine(open_engine(config.engine, token, settings.trial_budget_s), ctx.measures.waits)
     capture = Capture(run_key, renderer, engine, config.engine.max_context)
     runner = capture.runner(SHUTDOWN_S)
     tasks: list[asyncio.Task[None]] = []
@@ -50,17 +53,19 @@ async def serve(ctx: Context) -> None:
         listening = _listen(settings.bind)
         await web.SockSite(runner, listening).start()
         base_url = _base_url(settings.advertise or settings.bind, listening)
-        host = Host(ctx, name, base_url, capture, engine, rules, journal, recovery)
+        sequences = Sequences(ctx, name, base_url, capture, engine, rules, journal, recovery)
         work = await ctx.log.work(
             WORK,
             SequenceDispatched.type,
             ack_wait_s=settings.ack_wait_s,
             max_deliver=max_deliver(settings),
         )
-        tasks.append(
-            asyncio.create_task(serve_work(work, settings.tenants, host.handle, ctx.stop, host.last_word))
+        host = Host(ctx.log, Place(ctx.name, "agent-loop"), settings.tenants, ctx.measures, logger=ctx.logger)
+        serving = host.serve(
+            work, sequences.handle, ctx.stop, sequences.last_word, drain_s=ctx.drain_s, hurry=ctx.hurry
         )
-        tasks.append(asyncio.create_task(host.follow_verdicts()))
+        tasks.append(asyncio.create_task(serving))
+        tasks.append(asyncio.create_task(sequences.follow_verdicts()))
         if journal is not None:
             tasks.append(asyncio.create_task(journal.commit()))
         # Without its verdicts the host is deaf: its end, by an error, is the service's.

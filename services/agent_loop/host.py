@@ -3,7 +3,9 @@
 Promises:
 - a sequence that has finished or failed is never run again: whatever is delivered twice, one `sequence.finished` or
   `sequence.failed` stands;
-- an attempt ends in one verdict: the harness's, or ours when none comes within the budget (infra, `harness_timeout`);
+- an attempt ends in one verdict: the harness's, or ours when none comes in time (infra, `harness_timeout`): within its
+  budget, which counts from when a harness host takes it, and `agent_loop.queue_s` before that;
+- no attempt is opened while the engine is away: it waits, however long that takes, and no attempt is counted;
 - an infra failure is a new attempt, up to `agent_loop.max_attempts`, then `sequence.failed`; it is never a reward. Attempts
   are counted in the log: a delivery that came to none (the broker restarted, its host was told to stop) uses up none;
 - the payload is in the store before `sequence.finished` is in the log, and the dispatch is acknowledged after both;
@@ -28,7 +30,7 @@ from pipeline.capture.recovery import Recovered, Recovery
 from pipeline.capture.rules import Rules
 from pipeline.capture.server import Capture
 from pipeline.capture.session import Session
-from pipeline.engines.base import Engine, EngineUnavailable
+from pipeline.engines.base import Engine
 from pipeline.log import Delivery
 from schemas.config import AgentLoop
 from schemas.envelope import Event
@@ -43,13 +45,15 @@ from schemas.facts import (
 from schemas.names import attempt_id
 from services.agent_loop.ending import Ending
 from services.agent_loop.judge import Result, judge, judge_recovered
+from services.agent_loop.readiness import Readiness
 from services.process import Context
 
 GRACE_S = 5.0
 """How long after the trial's budget a verdict that was given in time may still be under way."""
+AWAY_S = 1.0
+"""How long the engine may have been away in a trial whose agent runs out of time, for that to be the policy's doing."""
 RETRY_S = 0.2
 _HAND_BACK_S = 0.5
-_VERSION_POLL_S = 0.1
 _MORE_DELIVERIES = 5
 """Deliveries that may come to no attempt."""
 
@@ -125,14 +129,12 @@ class Host:
         self._name = name
         self._base_url = base_url
         self._capture = capture
-        self._engine = engine
         self._rules = rules or {}
         self._journal = journal
         self._recovery = recovery
         self._ending = Ending(ctx)
         self._verdicts = Verdicts()
-        self._version = 0
-        self._asking = asyncio.Lock()
+        self._readiness = Readiness(engine, ctx.logger)
         # A dead host's journal may take seconds to read, and threads are few: one of them, not one a tenant.
         self._collecting = asyncio.Lock()
 
@@ -170,7 +172,7 @@ class Host:
                 await delivery.ack()
                 return
             if len(opened) >= self._config.max_attempts:
-                if (left := _left(opened[-1])) > 0:
+                if (left := self._left(opened[-1])) > 0:
                     # Its host may live, and only have been out of the broker's sight: what it finishes is not to be lost.
                     await delivery.retry(left)
                     return
@@ -186,6 +188,8 @@ class Host:
         self._ctx.logger.info(
             "attempt failed: %s (%s)", result.reason, result.detail, extra={"sequence": fact.sequence}
         )
+        # Whatever it was: the next attempt looks whether the engine is there.
+        self._readiness.doubt()
         opened = await self._opened_before(fact)
         if len(opened) >= self._config.max_attempts or delivery.attempt >= max_deliver(self._config):
             await self._end(event, fact, last_tokens(failed, lost), opened)
@@ -245,10 +249,10 @@ class Host:
         found = await self._recovered(opened.fact)
         if found is None:
             return Failed(lost)
-        behaviour = self._ctx.config.source(fact.source).behaviour
-        exported = await asyncio.to_thread(export, found.tree, behaviour.exclude)
+        source = self._ctx.config.source(fact.source)
+        exported = await asyncio.to_thread(export, found.tree, source.behaviour.exclude)
         verdict = await self._verdict(opened, found)
-        result = judge_recovered(verdict, found, behaviour)
+        result = judge_recovered(verdict, found, source.behaviour, source.effects)
         failure = result.failure
         if failure is None:
             failure = await self._ending.finish(
@@ -277,7 +281,8 @@ class Host:
         last = await self._ctx.log.last(SequenceVerified.type, fact.host, fact.id())
         if last is None and found.whole and found.finish not in (None, "tool_calls"):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, _left(opened))):
+                # A harness host took it: its budget ends within one from now at the latest, wherever it waited before.
+                async with asyncio.timeout(min(self._left(opened), fact.budget_s + GRACE_S)):
                     async for event in self._ctx.log.subscribe(
                         SequenceVerified.type, source=fact.host, start=opened.seq
                     ):
@@ -289,56 +294,50 @@ class Host:
 
     async def _attempt(self, event: Event, fact: SequenceDispatched, first: int) -> Failed | None:
         """Runs one attempt to its `sequence.finished`; the failure if it came to none."""
-        deadline = time.monotonic() + self._config.trial_budget_s
-        if not await self._has_version(fact.min_policy_version, deadline):
-            detail = f"the engine stayed below policy version {fact.min_policy_version} for {self._config.trial_budget_s:g} s"
+        timeouts = self._ctx.config.source(fact.source).timeouts
+        budget = timeouts.trial_s or self._config.trial_budget_s
+        if not await self._readiness.has_version(fact.min_policy_version, budget):
+            detail = f"the engine stayed below policy version {fact.min_policy_version} for {budget:g} s"
             return Failed(Failure(kind="infra", reason="policy_version", detail=detail))
-        async with self._opened(event, fact, first, deadline) as attempt:
+        await self._readiness.there()
+        async with self._opened(event, fact, first, budget) as attempt:
             try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + GRACE_S):
+                async with asyncio.timeout(self._left(attempt.opened)):
                     verdict = await attempt.verdict
             except TimeoutError:
                 verdict = None
             session = attempt.session
-            owed = session.owed
+            # An answer that came after all has cost the agent its time.
+            owed = session.owed or session.away_s > AWAY_S
             await self._capture.close(session)
             malformed = session.last is not None and session.last.malformed > 0
-            result = judge(verdict, turns=session.turns, owed=owed, malformed=malformed)
+            result = judge(
+                verdict,
+                turns=session.turns,
+                owed=owed,
+                malformed=malformed,
+                refused=session.refused,
+                effects=self._ctx.config.source(fact.source).effects,
+            )
             # Closed, so that nothing is added to it on the loop meanwhile.
             exported = await asyncio.to_thread(session.export)
             failure = result.failure or await self._finish(attempt, result, exported)
             return None if failure is None else Failed(failure, attempt.number, exported)
 
-    async def _has_version(self, wanted: int, deadline: float) -> bool:
-        try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                while self._version < wanted:
-                    # One tenant asks for all that wait.
-                    async with self._asking:
-                        if self._version < wanted:
-                            await self._ask_version(wanted)
-        except TimeoutError:
-            return False
-        return True
-
-    async def _ask_version(self, wanted: int) -> None:
-        try:
-            self._version = await self._engine.version()
-        except EngineUnavailable as error:
-            self._ctx.logger.info("waiting for the engine: %s", error)
-        if self._version < wanted:
-            await asyncio.sleep(_VERSION_POLL_S)
-
     @contextlib.asynccontextmanager
     async def _opened(
-        self, event: Event, fact: SequenceDispatched, first: int, deadline: float
+        self, event: Event, fact: SequenceDispatched, first: int, budget_s: float
     ) -> AsyncIterator[Attempt]:
-        """The session and its `sequence.opened`, under the first number from `first` on that nobody takes before."""
+        """The session and its `sequence.opened`, under the first number from `first` on that nobody takes before.
+
+        The session lives as long as a trial may: one that begins when the queue's time is over has its budget still.
+        """
         behaviour = self._ctx.config.source(fact.source).behaviour
         number = first
         while True:
             name = attempt_id(fact.sequence, number)
             rules = self._rules.get(fact.pool, Rules())
+            deadline = time.monotonic() + self._config.queue_s + budget_s
             session = self._capture.open(name, behaviour, rules, deadline=deadline, journal=self._journal)
             # Before it is published: a quick verdict may come before the broker's acknowledgement.
             verdict = self._verdicts.expect(name)
@@ -354,7 +353,7 @@ class Host:
                     host=self._name,
                     base_url=self._base_url,
                     session=name,
-                    budget_s=max(0.001, deadline - time.monotonic()),
+                    budget_s=budget_s,
                 )
                 published = await self._ctx.log.publish(opened, event)
                 if published.won:
@@ -371,6 +370,12 @@ class Host:
                     self._journal.forget(name)
             number += 1
 
+    def _left(self, opened: Event) -> float:
+        """Seconds within which the attempt's host, if it lives, comes to a result."""
+        assert isinstance(opened.fact, SequenceOpened)
+        age = (datetime.now(UTC) - opened.time).total_seconds()
+        return self._config.queue_s + opened.fact.budget_s + GRACE_S - age
+
     async def _finish(self, attempt: Attempt, result: Result, exported: Export) -> Failure | None:
         if exported.excluded:
             self._ctx.logger.info(
@@ -378,9 +383,3 @@ class Host:
             )
         turns = attempt.session.turns
         return await self._ending.finish(attempt.opened, result.reward, result.termination, turns, exported)
-
-
-def _left(opened: Event) -> float:
-    """Seconds within which the attempt's host, if it lives, comes to a result."""
-    assert isinstance(opened.fact, SequenceOpened)
-    return opened.fact.budget_s + GRACE_S - (datetime.now(UTC) - opened.time).total_seconds()

@@ -1,11 +1,13 @@
-"""What an attempt comes to, from the harness's verdict and what its session saw. Pure."""
+"""What an attempt comes to, from the harness's verdict, what its session saw, and what the source says of such an end. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.capture.recovery import Recovered
-from schemas.config import Behaviour
+from pipeline.harnesses.endings import ENDINGS, REFUSALS, effect
+from schemas.config import Behaviour, Effect
 from schemas.facts import Failure, SequenceVerified
 
 
@@ -18,11 +20,25 @@ class Result:
     termination: str = "completed"
 
 
-def judge(verdict: SequenceVerified | None, *, turns: int, owed: bool, malformed: bool) -> Result:
+_OWN_EXITS = frozenset({"completed", "agent_crashed"})
+"""How a program ends that does not say what it ended for."""
+_NO_EFFECTS: Mapping[str, Effect] = {}
+
+
+def judge(
+    verdict: SequenceVerified | None,
+    *,
+    turns: int,
+    owed: bool,
+    malformed: bool,
+    refused: str = "",
+    effects: Mapping[str, Effect] = _NO_EFFECTS,
+) -> Result:
     """The result of an attempt from the harness's verdict and what its session saw. Pure.
 
     `turns`: recorded turns; `owed`: whether the engine owed the agent an answer; `malformed`: whether the last turn
-    held a tool call that did not parse.
+    held a tool call that did not parse; `refused`: the code of the limit for which the session refused its newest request,
+    by which the end of a program that does not tell it gets its name; `effects`: the source's.
     """
     if verdict is None:
         return Result(
@@ -41,6 +57,11 @@ def judge(verdict: SequenceVerified | None, *, turns: int, owed: bool, malformed
         return Result(
             Failure(kind="infra", reason="engine_timeout", detail="the agent ran out of time in a model call")
         )
+    if verdict.termination == "agent_crashed" and owed:
+        # A program that gives up when it gets no answer exits as it does for a fault of its own.
+        return Result(
+            Failure(kind="infra", reason="engine_unavailable", detail="the agent ended without an answer")
+        )
     if turns == 0:
         return Result(
             Failure(
@@ -49,11 +70,23 @@ def judge(verdict: SequenceVerified | None, *, turns: int, owed: bool, malformed
                 detail=f"the agent ended ({verdict.termination}) without a turn",
             )
         )
-    ended = "malformed" if malformed and verdict.termination == "completed" else verdict.termination
+    ended = verdict.termination
+    if ended in _OWN_EXITS and refused in REFUSALS:
+        ended = REFUSALS[refused]
+    elif ended == "completed" and malformed:
+        ended = "malformed"
+    if effect(ended, effects) == "retry":
+        says = ENDINGS[ended].says if ended in ENDINGS else "the adapter gave this reason"
+        return Result(Failure(kind="infra", reason=ended, detail=f"{says}; its effect is retry"))
     return Result(None, verdict.reward, ended)
 
 
-def judge_recovered(verdict: SequenceVerified | None, found: Recovered, behaviour: Behaviour) -> Result:
+def judge_recovered(
+    verdict: SequenceVerified | None,
+    found: Recovered,
+    behaviour: Behaviour,
+    effects: Mapping[str, Effect] = _NO_EFFECTS,
+) -> Result:
     """The result of an attempt whose host died, from what its journal holds.
 
     It stands only when the journal's end fits the verdict's: an agent that got a tool call as its last answer, and then
@@ -62,7 +95,7 @@ def judge_recovered(verdict: SequenceVerified | None, found: Recovered, behaviou
     if verdict is None:
         detail = f"its host died before the agent had ended, after {found.turns} turns"
         return Result(Failure(kind="infra", reason="host_lost", detail=detail))
-    result = judge(verdict, turns=found.turns, owed=False, malformed=found.malformed > 0)
+    result = judge(verdict, turns=found.turns, owed=False, malformed=found.malformed > 0, effects=effects)
     if result.failure is not None:
         return result
     if not found.whole:

@@ -4,7 +4,7 @@ Promises:
 - nothing is started, listened on or written, and no heavy package is imported;
 - other people's code, `module:name`, is imported in a process of its own (`services.cli.plugins`), as a host would
   import it, never in this one;
-- all faults are told at once, each with its place.
+- all faults are told at once, each with its place; whether a harness takes its sources is asked when there are none.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipeline.capture.rules import LABELS, UnknownRules, load_rules
 from pipeline.config import ConfigError, Override, load, place
 from pipeline.engines.policies import BESIDE_WEIGHTS, PolicyMissing, policy_dir
 from pipeline.harnesses import base as harnesses
+from pipeline.harnesses.endings import refused_effects
 from pipeline.harnesses.environments import base as environments
 from pipeline.log.connection import BrokerUnavailable, check_address
 from pipeline.store import ObjectStore, StoreError
-from schemas.config import Engine, Environment, RunConfig
+from schemas.config import Engine, Environment, Pool, RunConfig
 from schemas.config import Store as StoreConfig
 from services.cli.embedded import BadInput, host_and_port
 from services.cli.plugins import Asked, refused
 from services.cli.policy import check_policy
 
 Place = tuple[int | str, ...]
-_PACKAGES = {"chat": "openai", "tool": "openai", "arithmetic": "reasoning_gym"}
+_PACKAGES = {"chat": "openai", "tool": "openai", "shell": "openai", "arithmetic": "reasoning_gym"}
 """What built-in harnesses and environments import when they are made, too heavy to try here."""
+_WITHOUT_CHECK = ("chat", "tool")
+"""Built-in harnesses that run every source."""
 _PLUGINS_S = 120.0
 
 
@@ -53,6 +57,7 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
     """(path of the key, what is wrong with its value and the remedy) of everything that is not there."""
     found: list[tuple[Place, str]] = []
     asked: list[tuple[Place, Asked]] = []
+    fit: list[tuple[Place, Asked]] = []
 
     def need(path: Place, check: Callable[..., object], *arguments: Any) -> None:
         try:
@@ -80,21 +85,34 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
     if config.trainer.rendezvous:
         need(("trainer", "rendezvous"), host_and_port, config.trainer.rendezvous, "trainer.rendezvous")
     for i, pool in enumerate(config.pools):
-        if ":" in pool.harness:
-            asked.append((("pools", i, "harness"), Asked("harness", pool.harness)))
+        if pool.python:
+            need(("pools", i, "python"), _check_python, pool.python)
+        if ":" in pool.harness or pool.python:
+            asked.append((("pools", i, "harness"), Asked("harness", pool.harness, pool.options, pool.python)))
         else:
-            need(("pools", i, "harness"), _check_harness, pool.harness)
+            need(("pools", i, "harness"), _check_harness, pool)
         if ":" in pool.rules:
             asked.append((("pools", i, "rules"), Asked("rules", pool.rules)))
         else:
             need(("pools", i, "rules"), load_rules, pool.rules)
+    own = {pool.name for pool in config.pools if pool.harness not in harnesses.BUILT_IN}
+    pools = {pool.name: pool for pool in config.pools}
     for i, source in enumerate(config.sources):
+        if wrong := refused_effects(source.effects, own=source.pool in own):
+            found.append((("sources", i, "effects"), wrong))
         kind = ("sources", i, "environment", "kind")
-        if ":" in source.environment.kind:
+        python = pools[source.pool].python
+        if ":" in source.environment.kind or python:
             given = source.environment.model_dump(mode="json")
-            asked.append((kind, Asked("environment", source.environment.kind, given)))
+            asked.append((kind, Asked("environment", source.environment.kind, given, python)))
         else:
             need(kind, _check_environment, source.environment)
+        if (pool := pools[source.pool]).harness not in _WITHOUT_CHECK:
+            both = {
+                "options": pool.options,
+                **source.model_dump(mode="json", include={"environment", "behaviour"}),
+            }
+            fit.append((("sources", i), Asked("source", pool.harness, both, python)))
         unknown = [label for label in source.behaviour.exclude if label not in LABELS]
         if unknown and not any(":" in pool.rules for pool in config.pools):
             found.append(
@@ -109,8 +127,20 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
             found.append(
                 (("sources", i, "grader"), f"grader {source.grader!r} is neither none nor module:function")
             )
-    answers = _tried([what for _, what in asked])
-    return found + [(path, said) for (path, _), said in zip(asked, answers, strict=True) if said]
+    # An interpreter that does not start is told once.
+    broken = {config.pools[int(at[1])].python for at, _ in found if (at[0], at[-1]) == ("pools", "python")}
+    found += _refused([(path, what) for path, what in asked if what.python not in broken])
+    # Whether a harness takes a source can be asked only of what is there.
+    return found or _refused(fit)
+
+
+def _refused(asked: Sequence[tuple[Place, Asked]]) -> list[tuple[Place, str]]:
+    found: list[tuple[Place, str]] = []
+    for python in dict.fromkeys(what.python for _, what in asked):
+        these = [(path, what) for path, what in asked if what.python == python]
+        answers = _tried([what for _, what in these], python or sys.executable)
+        found += [(path, said) for (path, _), said in zip(these, answers, strict=True) if said]
+    return found
 
 
 def _renderer(engine: Engine) -> list[tuple[Place, Asked]]:
@@ -156,10 +186,27 @@ def _check_store(store: StoreConfig) -> None:
         ObjectStore.open(store)
 
 
-def _check_harness(name: str) -> None:
+def _check_harness(pool: Pool) -> None:
+    name = pool.harness
     if name not in harnesses.BUILT_IN:
-        harnesses.resolve(name)
+        harnesses.resolve(name, pool.options)
+        return
     _check_package(f"harness {name!r}", _PACKAGES.get(name))
+    module = importlib.import_module(harnesses.BUILT_IN[name].partition(":")[0])
+    options = getattr(module, "Options", None)
+    if options is None and pool.options:
+        raise BadInput(
+            f"harness {name!r} has no options, and is given {', '.join(pool.options)}: leave them out"
+        )
+    if options is not None:
+        _check_options(f"harness {name!r}", options, pool.options)
+
+
+def _check_options(what: str, options: type[BaseModel], given: dict[str, Any]) -> None:
+    try:
+        options.model_validate(given)
+    except ValidationError as error:
+        raise BadInput(refused(what, error)) from error
 
 
 def _check_environment(environment: Environment) -> None:
@@ -168,10 +215,7 @@ def _check_environment(environment: Environment) -> None:
         environments.make_environment(environment)
     _check_package(f"environment.kind {kind!r}", _PACKAGES.get(kind))
     options = importlib.import_module(environments.BUILT_IN[kind].partition(":")[0]).Options
-    try:
-        options.model_validate(environment.options)
-    except ValidationError as error:
-        raise BadInput(refused(f"environment.kind {kind!r}", error)) from error
+    _check_options(f"environment.kind {kind!r}", options, environment.options)
 
 
 def _check_package(what: str, package: str | None) -> None:
@@ -181,11 +225,24 @@ def _check_package(what: str, package: str | None) -> None:
         )
 
 
-def _tried(asked: Sequence[Asked]) -> list[str | None]:
+def _check_python(python: str) -> None:
+    """Refuses an interpreter in which a pool's hosts would not start; raises BadInput."""
+    told = "import importlib.metadata, services.cli.main; print(importlib.metadata.version('packtrain'))"
+    remedy = f"install packtrain {version('packtrain')} with it, or name the interpreter of an environment that has it"
+    try:
+        done = subprocess.run([python, "-P", "-c", told], capture_output=True, text=True, timeout=_PLUGINS_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BadInput(f"{python} does not start: {error}; {remedy}") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        raise BadInput(f"{python} cannot run packtrain: {last}; {remedy}")
+    if done.stdout.strip() != version("packtrain"):
+        raise BadInput(f"{python} has packtrain {done.stdout.strip()}; {remedy}")
+
+
+def _tried(asked: Sequence[Asked], python: str) -> list[str | None]:
     """What is wrong with each, None for what is well."""
-    if not asked:
-        return []
-    command = [sys.executable, "-P", "-m", "services.cli.plugins"]
+    command = [python, "-P", "-m", "services.cli.plugins"]
     question = json.dumps([what.__dict__ for what in asked])
     try:
         done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=_PLUGINS_S)

@@ -10,17 +10,17 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import http.client
+import hashlib
 import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 from nats.errors import Error as NatsError
@@ -30,10 +30,9 @@ from pipeline.config import dumps
 from pipeline.log import Log
 from pipeline.log.tasks import end_tasks
 from pipeline.store import ObjectStore
-from schemas.config import Broker, RunConfig
+from schemas.config import Broker, Pool, RunConfig
 from schemas.facts import ALL, RunStarted
 from services.cli import disk, summary
-from services.cli.check import check_engine_url
 from services.cli.claim import claim, open_place
 from services.cli.embedded import (
     LOOPBACK,
@@ -46,10 +45,21 @@ from services.cli.embedded import (
     secret_file,
     socket_directory,
 )
+from services.cli.engine_health import check_engine
 from services.cli.live import Screen, counted
 from services.cli.policy import resolve_policy
+from services.cli.ray_hosts import RayHosts
 from services.cli.reach import GIVEN, PATHS, RECORD
-from services.cli.runs import Choice, Known, choose, resumed, store_url, unit_arguments
+from services.cli.runs import (
+    Choice,
+    Known,
+    choose,
+    host_places,
+    interpreter,
+    resumed,
+    store_url,
+    unit_arguments,
+)
 from services.cli.supervise import Member, Supervisor, Unit
 from services.dashboard import View, fold
 
@@ -57,7 +67,6 @@ INTERRUPTED = 130
 JOURNAL = "journal"
 """Directory of the hosts' journals, in the run's."""
 _BROKER_S = 5.0
-_ENGINE_S = 5.0
 _GRACE_S = 10.0
 _DISK_S = 1.0
 
@@ -70,6 +79,8 @@ class Options:
     plain: bool = False
     resume: bool = False
     """Only the run of exactly that name, and only when it is unfinished."""
+    ray: str = ""
+    """Address of the Ray cluster that rollout hosts are actors of; empty: they are processes here."""
 
 
 def run(config: RunConfig, options: Options, console: Console) -> int:
@@ -97,11 +108,16 @@ class _Launch:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         self.supervisor = Supervisor(self._record_processes)
+        self.actors = (
+            RayHosts(self.supervisor, self._say, self._record_processes) if self.options.ray else None
+        )
         interrupted: asyncio.Future[None] = loop.create_future()
 
         def interrupt() -> None:
             if interrupted.done():
                 self.supervisor.kill()  # a second Ctrl-C does not wait
+                if self.actors is not None:
+                    self.actors.kill()
             else:
                 interrupted.set_result(None)
                 self._say("stopping ...")
@@ -180,6 +196,9 @@ class _Launch:
         for url in (config.engine.url, *config.engine.replicas):
             if url:
                 await asyncio.to_thread(check_engine, url)
+        if self.actors is not None:
+            await self.actors.connect(self.options.ray)
+            await self.actors.check(config)
 
     def _broker(self) -> Broker:
         if self.config.broker.url:
@@ -227,6 +246,7 @@ class _Launch:
         journal = loop.journal_dir or str(home / JOURNAL)
         update["agent_loop"] = loop.model_copy(update={"run_key_file": key, "journal_dir": journal})
         sockets = given.packer.socket_dir or str(socket_directory(home / "sockets", self._scratch))
+        update["pools"] = _pools(given)
         update["packer"] = given.packer.model_copy(update={"socket_dir": sockets})
         if not given.trainer.rendezvous:
             update["trainer"] = given.trainer.model_copy(update={"rendezvous": f"{LOOPBACK}:{free_port()}"})
@@ -254,19 +274,23 @@ class _Launch:
     def _start(self, config: RunConfig) -> None:
         home = self.directory / "runs" / config.run
         # -P: a directory named `services` where the user stands is not ours.
-        command = (sys.executable, "-P", "-m", "services.cli.main", "service")
+        command, file = ("-P", "-m", "services.cli.main", "service"), str(home / "config.toml")
         units = unit_arguments(config)
         # A given engine is served elsewhere; where we may write, it is brought new weights.
         if not self.config.engine.url or self.config.engine.weights_dir:
             units.insert(0, ("engine", [("engine", ["engine"])]))
+        hosts = {place.name: place for place in host_places(config)} if self.actors is not None else {}
         for name, members in units:
+            if self.actors is not None and name in hosts:
+                self.actors.keep(config, hosts[name], self._journal(), home / "logs" / f"{name}.log")
+                continue
             self.supervisor.keep(
                 Unit(
                     name,
                     tuple(
                         Member(
                             member,
-                            (*command, *arguments, "--config", str(home / "config.toml")),
+                            (interpreter(config, arguments), *command, *arguments, "--config", file),
                             home / "logs" / f"{member}.log",
                         )
                         for member, arguments in members
@@ -302,7 +326,22 @@ class _Launch:
             await asyncio.sleep(_DISK_S)
 
     async def _stop_services(self) -> None:
-        await self.supervisor.stop([name for name in self.supervisor.units() if name != "broker"], _GRACE_S)
+        services = [name for name in self.supervisor.units() if name != "broker"]
+        over = self.view.stopped is not None
+        loop, pools = self.config.agent_loop, self.config.pools
+        # Hosts of a run that is over do not wait for their tenants.
+        grace_s = _GRACE_S + (0.0 if over else max(loop.drain_s, *(pool.drain_s for pool in pools)))
+        stops = [self.supervisor.stop(services, grace_s)]
+        if self.actors is not None:
+            stops.append(self.actors.stop(grace_s, self._journal() if over else ""))
+        await asyncio.gather(*stops)
+
+    def _journal(self) -> str:
+        """Name of the run's journals on the nodes of a cluster, the same when it is resumed; empty: configured."""
+        if self.choice is None or self.config.agent_loop.journal_dir:
+            return ""
+        place = f"{socket.gethostname()}:{self.directory}".encode()
+        return f"{self.choice.run}-{hashlib.sha256(place).hexdigest()[:12]}"
 
     def _record_processes(self) -> None:
         """Keeps runs/<run>/processes.json: who runs, for people and tests; also how often each unit was restarted."""
@@ -315,6 +354,7 @@ class _Launch:
                 "launcher": os.getpid(),
                 "pids": self.supervisor.pids(),
                 "restarts": dict(self.supervisor.restarts),
+                "actors": self.actors.places if self.actors is not None else {},
             }
             try:
                 draft.write_bytes(orjson.dumps(record))
@@ -336,34 +376,20 @@ def _absolute(section: Any, *keys: str) -> Any:
 def _anywhere(given: RunConfig, run: str, directory: Path) -> RunConfig:
     """What the run was started with, so that it means the same in whatever directory it is read."""
     sections = {name: _absolute(getattr(given, name), *keys) for name, keys in PATHS.items()}
-    return given.model_copy(update={"run": run, "directory": str(directory), **sections})
+    return given.model_copy(
+        update={"run": run, "directory": str(directory), "pools": _pools(given), **sections}
+    )
 
 
-def check_engine(url: str) -> None:
-    """Refuses an engine that does not answer GET /health with 200 within a few seconds; raises LaunchError."""
-    check_engine_url(url)
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=_ENGINE_S)
-    try:
-        connection.request("GET", f"{parts.path.rstrip('/')}/health")
-        response = connection.getresponse()
-        status = response.status
-        response.read()
-        # vLLM in development mode, and the tiny engine, say so; others have no such path.
-        connection.request("GET", f"{parts.path.rstrip('/')}/is_paused")
-        paused = b'"is_paused":true' in connection.getresponse().read(4096).replace(b" ", b"")
-    except (OSError, http.client.HTTPException) as error:
-        reason = str(error) or type(error).__name__
-        raise LaunchError(
-            f"engine {url} does not answer: {reason}; start it, or leave engine.url empty for the tiny engine"
-        ) from error
-    finally:
-        connection.close()
-    if status != 200:
-        raise LaunchError(f"engine {url} is not healthy: GET /health gave {status}; see its log")
-    if paused:
-        raise LaunchError(
-            f"engine {url} is paused, and would answer nothing: POST {url}/resume, or see who paused it"
-        )
+def _pools(given: RunConfig) -> tuple[Pool, ...]:
+    """The pools, with their paths made absolute; a bare name of an interpreter is looked for on PATH where it is started."""
+    found: list[Pool] = []
+    for pool in given.pools:
+        pool = _absolute(pool, "python") if "/" in pool.python else pool
+        if pool.harness == "harbor":
+            # With its HTTP client, it takes half a second of the launcher's start.
+            from pipeline.harnesses import harbor
+
+            pool = pool.model_copy(update={"options": harbor.absolute(pool.options)})
+        found.append(pool)
+    return tuple(found)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.cli import dlq_commands, replay_commands, runs_commands, schema_commands
+from services.cli import dlq_commands, replay_commands, runs_commands, scaffolds, schema_commands
 from services.cli.options import (
     DEFAULT_DIRECTORY,
     ConfigArgument,
@@ -63,6 +63,7 @@ app.add_typer(runs_commands.app, name="runs")
 app.add_typer(runs_commands.archive_app)
 app.add_typer(replay_commands.app)
 app.add_typer(dlq_commands.app, name="dlq")
+app.add_typer(scaffolds.app, name="scaffolds")
 
 
 @app.command()
@@ -125,6 +126,42 @@ def run(
     _launch(file, given, fresh, plain)
 
 
+@app.command()
+def up(
+    file: ConfigArgument,
+    ray: Annotated[
+        str,
+        typer.Option(
+            help="A running Ray cluster: auto, host:port or ray://host:port. Rollout hosts are its actors."
+        ),
+    ] = "",
+    steps: Steps = None,
+    policy: Policy = None,
+    run_name: RunName = None,
+    directory: Directory = None,
+    nats: Nats = None,
+    nats_token_file: NatsTokenFile = None,
+    store: Store = None,
+    store_endpoint: StoreEndpoint = None,
+    store_credentials: StoreCredentials = None,
+    fresh: Fresh = False,
+    plain: Plain = False,
+) -> None:
+    """Run a configuration with its rollout hosts on a Ray cluster, all else on this machine; without --ray as `run`."""
+    given = (
+        steps,
+        policy,
+        run_name,
+        directory,
+        nats,
+        nats_token_file,
+        store,
+        store_endpoint,
+        store_credentials,
+    )
+    _launch(file, given, fresh, plain, ray)
+
+
 _OPTIONS = (
     ("--steps", "steps"),
     ("--policy", "engine.policy"),
@@ -149,14 +186,29 @@ def overrides(values: tuple[Any, ...]) -> list[Override]:
     ]
 
 
-def _launch(file: Path, given: tuple[Any, ...], fresh: bool, plain: bool) -> None:
+def _launch(file: Path, given: tuple[Any, ...], fresh: bool, plain: bool, ray: str = "") -> None:
     with one_line():
         from services.cli import launch
         from services.cli.check import load_checked
 
         config = load_checked(file, overrides(given))
-        status = launch.run(config, launch.Options(fresh=fresh, plain=plain), console())
+        status = launch.run(config, launch.Options(fresh=fresh, plain=plain, ray=ray), console())
     raise typer.Exit(status)
+
+
+@app.command()
+def status(
+    config: ConfigFile = None,
+    directory: Runs = DEFAULT_DIRECTORY,
+    run_name: RunName = None,
+    json_: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every other second, until Ctrl-C.")] = False,
+) -> None:
+    """Print the hosts of a run that goes on: tenants, lag, what they wait for, which are silent, and what binds."""
+    with one_line():
+        from services.cli import status as statuses
+
+        statuses.show(config, directory, run_name, json_, watch, console(), typer.echo)
 
 
 @app.command()
@@ -174,6 +226,42 @@ def service(
         from services.cli.service import serve
 
         serve(name, config, index, pool)
+
+
+@app.command()
+def limit(
+    concurrency: Annotated[
+        int | None,
+        typer.Argument(
+            metavar="N", min=0, max=1_000_000, help="How many run at once from now on; 0: no limit."
+        ),
+    ] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="Of this pool: trials in all its harness hosts together.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Of this source: sequences, in groups; those that run go on.")
+    ] = None,
+    config: ConfigFile = None,
+    directory: Runs = DEFAULT_DIRECTORY,
+    run_name: RunName = None,
+    json_: Json = False,
+) -> None:
+    """Show how much of each pool and source may run at once, or change it while the run goes on."""
+    with one_line():
+        from services.cli import limit as limits
+        from services.cli.embedded import BadInput
+
+        if concurrency is None and pool is None and source is None:
+            limits.show(config, directory, run_name, json_, typer.echo)
+            return
+        name = pool if source is None else source
+        if concurrency is None or name is None or (pool is not None and source is not None):
+            raise BadInput(
+                "give N and one of --pool and --source, as in limit --pool chat 16; or nothing, to look"
+            )
+        of = "pool" if source is None else "source"
+        limits.put(config, directory, run_name, of, name, concurrency, typer.echo)
 
 
 @config_app.command()

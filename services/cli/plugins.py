@@ -21,17 +21,20 @@ from pipeline.capture.renderers.choose import load_renderer
 from pipeline.capture.rules import UnknownRules, load_rules
 from pipeline.harnesses.base import UnknownHarness, resolve
 from pipeline.harnesses.environments.base import UnknownEnvironment, make_environment
-from schemas.config import Environment
+from schemas.config import Behaviour, Environment
 
 
 @dataclass(frozen=True)
 class Asked:
-    """`kind` is harness, rules, environment, grader, or renderer, whose name is a policy's directory; `settings` is an
-    environment's section, or what `load_renderer` takes beside the directory."""
+    """`kind` is harness, rules, environment, grader, source, whose name is its harness, or renderer, whose name is a policy's
+    directory; `settings` is an environment's section, a harness's options, both and a behaviour for a source, or what
+    `load_renderer` takes beside the directory."""
 
     kind: str
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    python: str = ""
+    """The interpreter that is asked, where it is not ours."""
 
 
 def problem(asked: Asked) -> str | None:
@@ -39,7 +42,9 @@ def problem(asked: Asked) -> str | None:
     try:
         match asked.kind:
             case "harness":
-                resolve(asked.name)
+                resolve(asked.name, asked.settings)
+            case "source":
+                return _source(asked)
             case "rules":
                 load_rules(asked.name)
             case "renderer":
@@ -57,6 +62,26 @@ def problem(asked: Asked) -> str | None:
     # Whatever it raises, a host would die of it.
     except (Exception, SystemExit) as error:
         return _line(f"{asked.kind} {asked.name!r} cannot be used: {type(error).__name__}: {error}")
+    return None
+
+
+def _source(asked: Asked) -> str | None:
+    """What the harness says to the source. That either is no such thing is told where it is named."""
+    try:
+        check = getattr(resolve(asked.name, asked.settings["options"]), "check", None)
+    except (Exception, SystemExit):
+        return None
+    if check is None:
+        return None
+    given = Environment.model_validate(asked.settings["environment"])
+    try:
+        environment = make_environment(given)
+    except (Exception, SystemExit) as error:
+        return None if ":" in given.kind else _line(f"environment.kind {given.kind!r}: {error}")
+    try:
+        check(environment, Behaviour.model_validate(asked.settings["behaviour"]))
+    except ValueError as error:
+        return _line(str(error))
     return None
 
 

@@ -4,14 +4,16 @@ Promises:
 - the runs of a base name are NAME, NAME-2, NAME-3, ...; the newest of them decides;
 - an unfinished run goes on only with what it was started with, and only from the directory that started it;
 - a directory's record of a run in one broker is never overwritten by a run of that name in another;
+- hosts that were shared out when a run began stay so;
 - nothing is ever deleted: `fresh` leaves an unfinished run where it is and takes the next name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pipeline.config import load
 from schemas.config import RunConfig
 from services.cli.embedded import LaunchError, is_embedded
 from services.cli.reach import read_record
+from services.cli.service import label
 
 _MOST = 10_000
 
@@ -108,7 +111,7 @@ def differences(
     """What an unfinished run was started with and this configuration has otherwise: keys, in order.
 
     Beside the decisions in the log these are the policy and the store, from the run's own record: other weights or
-    other objects would make two runs of one.
+    other objects would make two runs of one; and the pools' shares of a host budget.
     """
     mine = _plain(config.decisions())
     theirs = _plain(dict(decisions)) if decisions is not None else mine
@@ -118,6 +121,9 @@ def differences(
         out.append("engine.policy")
     if recorded.store.url != store_url(config, directory):
         out.append("store.url")
+    shared = recorded.host_budget or config.host_budget
+    if shared and recorded.pool_hosts() != config.pool_hosts():
+        out.append("host_budget")
     return out
 
 
@@ -144,6 +150,44 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(value))
 
 
+@dataclass(frozen=True)
+class HostPlace:
+    """One rollout host of a run: a process, or a Ray actor.
+
+    python: its pool's own interpreter; empty: the launcher's, or the cluster's. resources: what it takes of a Ray node.
+    """
+
+    service: str
+    index: int
+    pool: str = ""
+    python: str = ""
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return label(self.service, self.index, self.pool)
+
+
+def host_places(config: RunConfig) -> list[HostPlace]:
+    """Every rollout host, in the order they are started in; none more, however many sequences there are."""
+    loop, counts = config.agent_loop, config.pool_hosts()
+    hosts = [HostPlace("agent-loop", index, resources=loop.resources) for index in range(loop.hosts)]
+    for pool in config.pools:
+        hosts += [
+            HostPlace("harness", index, pool.name, pool.python, pool.resources)
+            for index in range(counts[pool.name])
+        ]
+    return hosts
+
+
+def interpreter(config: RunConfig, arguments: Sequence[str]) -> str:
+    """What runs a service with these arguments of `packtrain service`: its pool's own Python, or this one."""
+    if "--pool" in arguments:
+        name = arguments[arguments.index("--pool") + 1]
+        return next(pool.python for pool in config.pools if pool.name == name) or sys.executable
+    return sys.executable
+
+
 def unit_arguments(config: RunConfig) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     """(unit, [(member, arguments of `packtrain service`)]) of every service, in the order they are started in."""
 
@@ -154,13 +198,9 @@ def unit_arguments(config: RunConfig) -> list[tuple[str, list[tuple[str, list[st
         return f"{service}-{index}", [service, "--index", str(index)]
 
     units = [single("sampler"), single("dispatcher"), single("grader")]
-    for index in range(config.agent_loop.hosts):
-        member = indexed("agent-loop", index)
-        units.append((member[0], [member]))
-    for pool in config.pools:
-        for index in range(pool.hosts):
-            name = f"harness-{pool.name}-{index}"
-            units.append((name, [(name, ["harness", "--pool", pool.name, "--index", str(index)])]))
+    for host in host_places(config):
+        pool = ["--pool", host.pool] if host.pool else []
+        units.append((host.name, [(host.name, [host.service, *pool, "--index", str(host.index)])]))
     for index in range(config.batch.dp):
         member = indexed("packer", index)
         units.append((member[0], [member]))

@@ -23,7 +23,7 @@ def serve(name: str, file: Path, index: int, pool: str) -> None:
     config = load(file)
     check_place(config, name, index, pool)
     module = importlib.import_module(SERVICES[name])
-    with asyncio.Runner(loop_factory=_loop_of(name)) as runner:
+    with asyncio.Runner(loop_factory=loop_of(name)) as runner:
         runner.run(run_service(module.serve, config, label(name, index, pool), index, pool))
     # Taking down an interpreter that holds torch costs seconds of CPU, and joins a model step that nobody waits for.
     logging.shutdown()
@@ -32,7 +32,7 @@ def serve(name: str, file: Path, index: int, pool: str) -> None:
     os._exit(0)
 
 
-def _loop_of(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_of(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     if name != "agent-loop":
         return None
     # Every model call of every agent goes through it: a third less time a call than with asyncio's own.
@@ -57,7 +57,8 @@ def check_place(config: RunConfig, name: str, index: int, pool: str) -> None:
             raise BadInput(
                 f"service harness needs --pool, one of {[p.name for p in config.pools]}; given {pool!r}"
             )
-        count, key = found[0].hosts, f"pool {pool} has hosts = {found[0].hosts}"
+        count = config.pool_hosts()[pool]
+        key = f"pool {pool} has hosts = {count}"
     elif pool:
         raise BadInput(f"--pool {pool} is for service harness only, not for {name}")
     elif name == "agent-loop":

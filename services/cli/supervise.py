@@ -152,6 +152,23 @@ class Supervisor:
         """Names of the units that are kept."""
         return list(self._keepers)
 
+    def restarted(self, name: str, cause: str) -> None:
+        """Counts a restart, also of a unit that others keep alive."""
+        self.restarts[name] += 1
+        self.causes[name] = cause
+        self._changed()
+
+    def give_up(self, error: GaveUp) -> None:
+        """Tells the owner of the first unit that cannot be kept alive."""
+        if not self.gave_up.done():
+            self.gave_up.set_exception(error)
+
+    async def ended_well(self) -> None:
+        """What comes of a unit whose process ended well: returns when it was too early; else waits to be cancelled."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ending.wait(), _QUIET_EXIT_S)
+            await asyncio.Event().wait()
+
     def restart(self, name: str) -> None:
         """Asks a unit's members to end; it is kept alive, so it starts anew."""
         for child in self._children.get(name, {}).values():
@@ -196,15 +213,10 @@ class Supervisor:
                 delay = deaths.died(time.monotonic()) if ended.done.result() else 0.0
                 if delay is None:
                     raise GaveUp(_obituary(unit, ended, deaths))
-                self.restarts[unit.name] += 1
-                self.causes[unit.name] = f"{ended.member.name} ended with {_how(ended)}"
-                self._changed()
+                self.restarted(unit.name, f"{ended.member.name} ended with {_how(ended)}")
                 await asyncio.sleep(delay)
         except (GaveUp, OSError) as error:
-            if not self.gave_up.done():
-                self.gave_up.set_exception(
-                    error if isinstance(error, GaveUp) else GaveUp(f"{unit.name}: {error}")
-                )
+            self.give_up(error if isinstance(error, GaveUp) else GaveUp(f"{unit.name}: {error}"))
 
     async def _first_death(self, children: Sequence[_Child]) -> _Child:
         """The first child to end badly, or to end at all when the run is not over soon after: `ending` would say so."""
@@ -217,9 +229,7 @@ class Supervisor:
                 return bad
             if not done:
                 break
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.ending.wait(), _QUIET_EXIT_S)
-            await asyncio.Event().wait()  # `stop` cancels this
+        await self.ended_well()
         return next(c for c in children if c.done.done())
 
 

@@ -1,19 +1,44 @@
-"""The harness host as a service: one pool's codebase and environments, and the pool's work in the log."""
+"""The harness host as a service: one pool's codebase and environments, and the pool's work in the log.
+
+It holds `tenants` trials, drains and is watched as every host is (`pipeline.hosts.host`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+
 from pipeline.capture.secret import load_run_key
-from pipeline.harnesses.base import resolve
+from pipeline.harnesses.base import Harness, Trial, Verdict, resolve
 from pipeline.harnesses.environments.base import make_environment
-from pipeline.log import serve_work
+from pipeline.hosts.host import Host, Place
+from pipeline.hosts.metrics import Measures
+from pipeline.log import end_tasks
+from pipeline.log.limits import Limit
+from pipeline.log.work import MAX_PENDING
 from schemas.config import Pool
 from schemas.facts import SequenceOpened
-from services.harness.host import Host
+from services.harness.host import Host as Trials
 from services.process import Context
 
 
 class UnknownPool(ValueError):
     """A pool that the configuration does not have."""
+
+
+class Measured:
+    """A harness, of whose trials the phases and the memory are counted."""
+
+    def __init__(self, harness: Harness, pool: str, measures: Measures) -> None:
+        self._harness = harness
+        self._pool = pool
+        self._measures = measures
+
+    async def run(self, trial: Trial) -> Verdict:
+        """As of `Harness`."""
+        try:
+            return await self._harness.run(trial)
+        finally:
+            self._measures.trial(self._pool, trial.took, max(trial.peak_bytes, default=0))
 
 
 def _pool(ctx: Context) -> Pool:
@@ -31,11 +56,23 @@ async def serve(ctx: Context) -> None:
     environments = {
         s.name: make_environment(s.environment) for s in ctx.config.sources if s.pool == pool.name
     }
-    host = Host(ctx, harness, environments, run_key)
+    trials = Trials(ctx, Measured(harness, pool.name, ctx.measures), environments, run_key)
+    limit = Limit(ctx.log, "pool", pool.name, pool.concurrency)
     work = await ctx.log.work(
         f"harness-{pool.name}",
         SequenceOpened.type,
         source=pool.name,
         ack_wait_s=ctx.config.agent_loop.ack_wait_s,
+        max_pending=await limit.read() or MAX_PENDING,
     )
-    await serve_work(work, pool.tenants, host.handle, ctx.stop)
+    place = Place(ctx.name, "harness", pool.name)
+    host = Host(ctx.log, place, pool.tenants, ctx.measures, threads=pool.threads, logger=ctx.logger)
+    serving = host.serve(work, trials.handle, ctx.stop, drain_s=ctx.drain_s, hurry=ctx.hurry)
+    tasks = [asyncio.create_task(serving), asyncio.create_task(limit.keep(work))]
+    try:
+        # One that no longer hears of its limit does not go on without.
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await end_tasks(tasks)

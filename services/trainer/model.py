@@ -16,16 +16,26 @@ from pipeline.engines.tiny.model import Llama
 def label_logprobs(model: Llama, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     """log p(labels[t] | the context's tokens up to t), float32 [T], for a pack of B contexts, at temperature 1.
 
-    tokens, labels: int64 [T]; cu_seqlens: int32 [B + 1]. The pack is computed as one right-padded [B, longest] batch: on
-    a CPU a causal kernel without a mask is faster than one dense block-diagonal [T, T].
+    tokens, labels: int64 [T]; cu_seqlens: int32 [B + 1]. Contexts of about one length, none more than twice as long as
+    another, are computed as one right-padded batch: on a CPU a causal kernel without a mask is faster than one dense
+    block-diagonal [T, T], and a short context beside a long one would cost what the long one does.
     """
-    bounds = cu_seqlens.tolist()
-    lengths = torch.tensor([b - a for a, b in pairwise(bounds)])
+    alike: dict[int, list[tuple[int, int]]] = {}
+    for start, end in pairwise(cu_seqlens.tolist()):
+        alike.setdefault((end - start).bit_length(), []).append((start, end))
+    rows = [torch.cat([torch.arange(*span) for span in spans]) for spans in alike.values()]
+    found = [
+        _padded(model, tokens[at], labels[at], torch.tensor([end - start for start, end in spans]))
+        for at, spans in zip(rows, alike.values(), strict=True)
+    ]
+    return torch.cat(found)[torch.cat(rows).argsort()]
+
+
+def _padded(model: Llama, tokens: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
     real = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
     padded = torch.zeros(real.shape, dtype=torch.int64)
     padded[real] = tokens
-    logits = model(padded)[real]
-    return -F.cross_entropy(logits, labels, reduction="none")
+    return -F.cross_entropy(model(padded)[real], labels, reduction="none")
 
 
 def optimizer_to_bytes(optimizer: torch.optim.AdamW, model: Llama) -> bytes:

@@ -24,6 +24,7 @@ from schemas.facts import SequenceFailed, SequenceFinished, SequenceOpened
 from schemas.names import attempt_id
 from services import agent_loop, harness
 from services.agent_loop import host as hosts
+from services.agent_loop import readiness
 from services.process import Context
 from tests.integration.test_harness_trials import act
 from tests.rollout_stage import KEY, Stage, by_expression, staged
@@ -231,4 +232,4 @@ async def test_one_tenant_asks_the_engines_version_for_all_that_wait(stage: Call
             began, asked = time.monotonic(), s.engine.version_asked
             while s.engine.version_asked < asked + 20:
                 await asyncio.sleep(0.01)
-        assert time.monotonic() - began > 10 * hosts._VERSION_POLL_S
+        assert time.monotonic() - began > 10 * readiness.VERSION_POLL_S

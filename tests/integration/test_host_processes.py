@@ -6,18 +6,24 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
+import orjson
 import pytest
+from rich.console import Console
 
 from pipeline.capture.secret import session_url
 from pipeline.log import Log
 from pipeline.store import ObjectStore
 from pipeline.store.payload import read_columns
-from schemas.config import Broker
+from schemas.config import Broker, Metrics, RunConfig
 from schemas.facts import SequenceFailed, SequenceFinished, SequenceOpened, SequenceVerified
 from services import agent_loop, harness
+from services.cli import status
 from tests.integration.test_harness_trials import act
+from tests.log_parts import until
 from tests.rollout_stage import KEY, Stage, by_expression, spawn, staged, write_config
 
 
@@ -109,6 +115,8 @@ async def test_an_agents_work_outlives_the_host_that_captured_it(
                 sampled = [token for generation in s.engine.generations for token in generation.token_ids]
                 (tmp_path / "verifying.go").touch()
                 finished = await s.outcome("awaited", sequence)
+                # A host that is told to stop does not wait for what its tenants still have to tidy up.
+                await until(lambda: len(list((tmp_path / "journal").iterdir())) <= 1)
     finally:
         victim.kill()
         victim.wait()
@@ -196,3 +204,79 @@ async def test_an_agent_loop_host_stops_under_an_engine_that_does_not_answer(
     finally:
         host.kill()
         host.wait()
+
+
+def draining(s: Stage, drain_s: float) -> RunConfig:
+    """The stage's configuration, with pools that drain and processes that serve metrics."""
+    pools = tuple(pool.model_copy(update={"drain_s": drain_s}) for pool in s.config.pools)
+    return s.config.model_copy(update={"pools": pools, "metrics": Metrics(bind="127.0.0.1:0")})
+
+
+async def told(s: Stage, config: Path, host: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What `packtrain status` says of a host, once it is as wanted."""
+    async with asyncio.timeout(30):
+        while True:
+            said: list[str] = []
+            await asyncio.to_thread(
+                status.show, config, config.parent, None, True, False, Console(), said.append
+            )
+            lines = [orjson.loads(line) for line in said]
+            assert lines[-1]["run"] == s.config.run
+            for line in lines[:-1]:
+                if line["host"] == host and wanted(line):
+                    return line
+            await asyncio.sleep(0.05)
+
+
+async def test_a_host_told_to_stop_lets_its_trials_end_and_status_tells_of_it(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    s = stage(max_attempts=1)
+    s.engine.script = by_expression
+    file = write_config(draining(s, 60.0), tmp_path)
+    host = spawn(file, "harness", "--pool", "tools")
+    try:
+        async with s.running((agent_loop.serve, "")):
+            sequence = await s.dispatch("awaited")
+            async with asyncio.timeout(30):
+                while not (tmp_path / "verifying").exists():
+                    await asyncio.sleep(0.02)
+            serving = await told(s, file, "harness-tools-0", lambda line: line.get("tenants") == 1)
+            async with aiohttp.ClientSession() as session, session.get(serving["metrics"]) as response:
+                assert 'packtrain_host_tenants{pool="tools"} 1.0' in await response.text()
+            assert (await told(s, file, "harness-chats-0", lambda line: True))["silent"] is True
+            host.send_signal(signal.SIGTERM)
+            await told(s, file, "harness-tools-0", lambda line: line["state"] == "draining")
+            assert host.poll() is None
+            (tmp_path / "verifying.go").touch()
+            finished = await s.outcome("awaited", sequence)
+            assert await asyncio.to_thread(host.wait, 10) == 0
+    finally:
+        host.kill()
+        host.wait()
+    assert isinstance(finished, SequenceFinished), finished
+    assert (finished.attempt, finished.reward) == (1, 1.0)
+    assert (await told(s, file, "harness-tools-0", lambda line: True))["state"] == "stopped"
+
+
+async def test_told_to_stop_again_a_host_hands_back_at_once(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    s = stage(max_attempts=1)
+    file = write_config(draining(s, 600.0), tmp_path)
+    host = spawn(file, "harness", "--pool", "stuck")
+    try:
+        async with s.running((agent_loop.serve, "")):
+            sequence = await s.dispatch("stuck")
+            await told(s, file, "harness-stuck-0", lambda line: line.get("tenants") == 1)
+            host.send_signal(signal.SIGTERM)
+            await told(s, file, "harness-stuck-0", lambda line: line["state"] == "draining")
+            host.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(host.wait, 10) == 0
+            async with s.running((harness.serve, "stuck")):
+                failed = await s.outcome("stuck", sequence)
+    finally:
+        host.kill()
+        host.wait()
+    assert isinstance(failed, SequenceFailed)
+    assert failed.failure.reason == "harness_lost"

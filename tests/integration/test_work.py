@@ -12,6 +12,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from pipeline.config import load
 from pipeline.log import Delivery, Log, Work, end_tasks, serve_work
+from pipeline.log import serving as serving_loop
 from pipeline.log import work as works
 from schemas import envelope
 from schemas.config import Broker
@@ -53,7 +54,7 @@ class Serving:
 
 @pytest.fixture(autouse=True)
 def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(works, "_BACKOFF_S", (0.01,))
+    monkeypatch.setattr(serving_loop, "_BACKOFF_S", (0.01,))
     monkeypatch.setattr(works, "_UNKNOWN_S", (0.01,))
 
 
@@ -84,6 +85,16 @@ async def test_a_fact_whose_handler_always_fails_is_buried_with_its_error(log: L
     await serving.stop()
     info = await log.js.consumer_info(log.stream, "loop")
     assert (info.num_ack_pending, info.num_pending) == (0, 0)
+
+
+async def test_a_handler_that_cancels_itself_has_failed(log: Log) -> None:
+    await log.publish(dispatched(1))
+    work = await log.work("loop", "sequence.dispatched", ack_wait_s=30, max_deliver=2)
+    serving = Serving(work, lambda _: asyncio.CancelledError("mine"))
+    await reached(log, "loop/1", "buried")
+    assert serving.given == [(1, 1), (1, 2)]
+    assert (await log.letters.find("loop", 1)).reason == "CancelledError: mine"
+    await serving.stop()
 
 
 async def lose(work: Work, times: int) -> None:

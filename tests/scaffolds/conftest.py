@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.scaffolds.install import SCAFFOLDS, Unavailable, ensure
+from tests.scaffolds.install import missing
 from tests.scaffolds.stage import refusal
 from tests.scaffolds.wire import keep_bodies
-
-ALWAYS = ("pi", "mini-swe-agent")
 
 
 @pytest.fixture(scope="session")
@@ -21,13 +19,8 @@ def installed() -> Callable[[str], None]:
     def see(name: str) -> None:
         if refusal():
             pytest.skip(refusal())
-        if name in ALWAYS:
-            try:
-                ensure(name)
-            except Unavailable as error:
-                pytest.fail(f"{name} could not be installed: {error}")
-        elif not SCAFFOLDS[name].installed:
-            pytest.skip(f"{name} is not installed: run `make scaffolds`")
+        if reason := missing(name):
+            pytest.skip(reason)
 
     return see
 

@@ -2,7 +2,7 @@
 
 Brings the loopback interface up, listens on PORT of 127.0.0.1 and sends the listening socket over the Unix socket CHANNEL: a
 socket stays in the network namespace that it was made in, whoever serves it. Then it reads a command from there, as JSON of
-argv, env and cwd up to the end of file, runs it and returns its exit status. As pid 1 it reaps; when it ends, the kernel
+argv, env, cwd and stdin (a file of less than a pipe holds) up to the end of file, runs it and returns its exit status. As pid 1 it reaps; when it ends, the kernel
 kills all that the command left.
 """
 
@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import sys
+from pathlib import Path
 
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
@@ -42,6 +43,12 @@ def main() -> int:
     if child == 0:
         try:
             os.chdir(command["cwd"])
+            # A pipe, as a workspace gives it: scaffolds tell one from a file.
+            reading, writing = os.pipe()
+            os.dup2(reading, 0)
+            os.write(writing, Path(command["stdin"]).read_bytes())
+            os.close(reading)
+            os.close(writing)
             os.execve(command["argv"][0], command["argv"], command["env"])
         except OSError as error:
             print(f"{command['argv'][0]}: {error}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from aiohttp import web
@@ -30,17 +30,13 @@ KEY = b"k" * 32
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """How a scaffold is started: `command` prepares the stage and gives argv and environment for a base URL, which ends
-    with /v1 (`bare` takes it off)."""
+    """How a scaffold is started: `command` prepares the stage and gives argv, environment and standard input for a base URL,
+    which ends with /v1."""
 
     name: str
     wire: str
     rules: Rules
-    command: Callable[[Stage, str], tuple[Sequence[str | Path], dict[str, str]]]
-
-
-def bare(url: str) -> str:
-    return url.removesuffix("/v1")
+    command: Callable[[Stage, str], tuple[Sequence[str], dict[str, str], str]]
 
 
 @dataclass(slots=True)
@@ -127,8 +123,8 @@ async def played(
     async with playing(client, play, folder, fault, **given) as (stage, wire, policy, session):
         if prepare:
             prepare(stage, wire, policy)
-        argv, environment = client.command(stage, session_url(stage.url, KEY, session.id))
-        ended = await stage.run(argv, environment, within)
+        argv, environment, stdin = client.command(stage, session_url(stage.url, KEY, session.id))
+        ended = await stage.run(argv, environment, within, stdin)
         done = Played(client, ended, wire, policy, session, session.export(), folder)
         _note(done)
         assert status is None or ended.status == status, f"{ended}\nstatuses {done.statuses}"
@@ -137,7 +133,20 @@ async def played(
         return done
 
 
-def check_tokens(run: Played) -> None:
+class Run(Protocol):
+    """What is checked of a run."""
+
+    policy: Policy
+    export: Export
+    notes: dict[str, Any]
+
+    @property
+    def labels(self) -> list[str]: ...
+
+    def context(self, index: int) -> list[int]: ...
+
+
+def check_tokens(run: Run) -> None:
     """Every sampled token has loss once, with its log-probability, in a context that is the very prompt it was sampled
     from; what was left out is what its rules exclude."""
     columns, emissions = run.export.columns, run.policy.emissions
@@ -162,7 +171,7 @@ def check_tokens(run: Played) -> None:
     assert not columns["logprobs"][_unsampled(run)].any()
 
 
-def check_texts(run: Played) -> None:
+def check_texts(run: Run) -> None:
     """What each prompt says is what the scaffold sent, turn by turn."""
     for emission in run.policy.emissions:
         sent = _joined(flat.turns(emission.exchange.path, emission.exchange.body))
@@ -202,7 +211,7 @@ def _tokens(emission: Emission) -> tuple[tuple[float, int], ...]:
     return tuple(zip(map(float, np.asarray(made.logprobs, np.float32)), made.token_ids, strict=True))
 
 
-def _unsampled(run: Played) -> np.ndarray[Any, Any]:
+def _unsampled(run: Run) -> np.ndarray[Any, Any]:
     mask = np.ones(len(run.export.columns["tokens"]), bool)
     for start, end, _, flags, _ in run.export.columns["segments"]:
         mask[start:end] = not flags & 1

@@ -67,9 +67,17 @@ class Stage:
             "TERM": "dumb",
         }
 
-    async def run(self, argv: Sequence[str | Path], env: Mapping[str, str], within: float) -> Ended:
+    async def run(
+        self, argv: Sequence[str | Path], env: Mapping[str, str], within: float, stdin: str = ""
+    ) -> Ended:
         """Runs the command to its end. Raises TimeoutError, with what it printed, after `within` seconds."""
-        command = {"argv": [str(a) for a in argv], "env": dict(env), "cwd": str(self.work)}
+        (self.folder / "stdin").write_text(stdin)
+        command = {
+            "argv": [str(a) for a in argv],
+            "env": dict(env),
+            "cwd": str(self.work),
+            "stdin": str(self.folder / "stdin"),
+        }
         began = time.monotonic()
         await asyncio.get_running_loop().sock_sendall(self._channel, json.dumps(command).encode())
         self._channel.shutdown(socket.SHUT_WR)

@@ -128,14 +128,16 @@ async def test_a_host_that_stops_leaves_its_journal_and_one_that_goes_on_does_no
 
     source = SimpleNamespace(behaviour=Behaviour())
     config = SimpleNamespace(agent_loop=AgentLoop(), source=lambda _: source)
-    ctx = cast(Context, SimpleNamespace(config=config, log=Won(), run="r", store=None))
+    ctx = cast(
+        Context,
+        SimpleNamespace(config=config, log=Won(), run="r", store=None, logger=logging.getLogger("test")),
+    )
     engine = ScriptedEngine(lambda _: "a")
     journal = HostJournal(tmp_path, "h1")
     capture = Capture(b"k" * 32, engine.renderer, engine, 1000)
     host = Host(ctx, "h1", "http://127.0.0.1:1", capture, engine, journal=journal)
-    deadline = asyncio.get_running_loop().time() + 10
     with contextlib.suppress(*([how] if how else [])):
-        async with host._opened(event(DISPATCHED), DISPATCHED, 1, deadline) as attempt:
+        async with host._opened(event(DISPATCHED), DISPATCHED, 1, 10.0) as attempt:
             await complete(attempt.session, "1", Dialogue((Message("user", "q"),)))
             if how is not None:
                 raise how
@@ -204,6 +206,7 @@ def test_results(given: SequenceVerified, turns: int, owed: bool, malformed: boo
         (None, 3, False, "harness_timeout"),
         (verdict(None), 1, False, "missing_reward"),
         (verdict(0.0, "agent_timeout"), 1, True, "engine_timeout"),
+        (verdict(0.0, "agent_crashed"), 1, True, "engine_unavailable"),
         (verdict(0.0, "overlong"), 0, False, "nothing_sampled"),
     ],
 )

@@ -199,9 +199,11 @@ async def test_trouble_is_not_recorded_and_costs_no_turn() -> None:
     assert tenant.owed
     assert (await complete(tenant, "1", asking("q"), None)).content == "a"
     assert not tenant.owed
+    assert tenant.refused == ""
     with pytest.raises(TurnLimit, match="limit is 1"):
         await complete(tenant, "2", asking("q", "a", "r"), None)
     assert tenant.turns == 1
+    assert tenant.refused == "max_turns", "by which a program's end gets its name"
 
 
 async def test_requests_at_once_cannot_pass_the_turn_limit_together() -> None:
@@ -222,9 +224,11 @@ async def test_the_context_bounds_what_is_sampled_and_overflow_is_told() -> None
     tenant = session(engine, max_context=fixed + 3)
     answer = await complete(tenant, "1", asking("q"), None)
     assert (answer.length, answer.completion_tokens, engine.params[0].max_tokens) == (True, 3, 3)
+    assert tenant.refused == ""
     with pytest.raises(ContextOverflow, match=str(fixed + 3)):
         await complete(tenant, "2", asking("q", answer.content, "r"), None)
     assert tenant.turns == 1
+    assert tenant.refused == "context_length_exceeded"
 
 
 async def test_the_behaviour_sets_the_sampling_and_the_agent_may_only_ask_for_less() -> None:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from services.cli.embedded import LaunchError
-from services.cli.launch import check_engine
+from services.cli.engine_health import check_engine
 
 
 @contextmanager

@@ -92,8 +92,8 @@ def test_every_message_of_the_version_1_stream_reads_as_an_event_of_today() -> N
     assert [each for each in found if not isinstance(each, Event)] == []
     versions = {(m.headers["ce-type"], m.headers["ce-typeversion"]) for m in demo_messages()}
     assert {version for _, version in versions} == {"1"}
-    # All types but the two that this run had no case for.
-    assert FACTS.keys() - {type_ for type_, _ in versions} == {"sequence.failed", "sequence.scored"}
+    # All types but those that this run had no case for.
+    assert FACTS.keys() - {type_ for type_, _ in versions} == {"sequence.failed", "sequence.scored", "limit.changed"}
     started = demo_events()[0].fact
     assert isinstance(started, RunStarted)
     assert b'"rules"' not in demo_messages()[0].body

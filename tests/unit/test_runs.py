@@ -154,6 +154,25 @@ async def test_settings_that_decide_nothing_may_change(tmp_path: Path) -> None:
     assert (await chosen(record(tmp_path, "demo"), {"demo": UNFINISHED}, config)).resumed
 
 
+async def test_hosts_that_were_shared_out_stay_so(tmp_path: Path) -> None:
+    def budget(hosts: int, share: float = 1.0) -> RunConfig:
+        pools = (CONFIG.pools[0], CONFIG.pools[1].model_copy(update={"share": share}))
+        return CONFIG.model_copy(update={"host_budget": hosts, "pools": pools})
+
+    directory = record(tmp_path, "demo", budget(4))
+    assert (await chosen(directory, {"demo": UNFINISHED}, budget(4))).resumed
+    for other in (budget(6), budget(4, share=3.0), CONFIG):
+        with pytest.raises(LaunchError, match=r"with other settings \(host_budget\)"):
+            await chosen(directory, {"demo": UNFINISHED}, other)
+    units = dict(unit_arguments(budget(6, share=3.0)))
+    assert [name for name in units if name.startswith("harness")] == [
+        "harness-chat-0", "harness-chat-1", *(f"harness-tool-{i}" for i in range(4)),
+    ]  # fmt: skip
+    check_place(budget(6, share=3.0), "harness", 3, "tool")
+    with pytest.raises(BadInput, match="pool tool has hosts = 4; use 0 to 3"):
+        check_place(budget(6, share=3.0), "harness", 4, "tool")
+
+
 def test_every_service_gets_its_processes_and_the_ranks_are_one_unit() -> None:
     units = dict(unit_arguments(load(DEMO, [Override("", ("agent_loop", "hosts"), 2)])))
     members = [name for unit in units.values() for name, _ in unit]

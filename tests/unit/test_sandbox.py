@@ -240,15 +240,20 @@ def test_works_as_an_ordinary_user() -> None:
     python = Path("/usr/bin/python3")
     if os.getuid() != 0 or not python.exists():
         pytest.skip("needs root to become another user, and /usr/bin/python3, which that user can execute")
-    source = (ROOT / "pipeline/harnesses/sandbox.py").read_text()
+    ours = (
+        "__init__",
+        "harnesses/__init__",
+        "harnesses/kernel",
+        "harnesses/sandbox",
+        "harnesses/sandbox_launcher",
+    )
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         Path(place).chmod(0o755)
-        Path(place, "sandbox.py").write_text(source)
-        Path(place, "sandbox_launcher.py").write_text(
-            (ROOT / "pipeline/harnesses/sandbox_launcher.py").read_text()
-        )
+        Path(place, "pipeline/harnesses").mkdir(parents=True)
+        for name in ours:
+            Path(place, f"pipeline/{name}.py").write_text((ROOT / f"pipeline/{name}.py").read_text())
         code = (
-            "from sandbox import *\n"
+            "from pipeline.harnesses.sandbox import *\n"
             "d = Sandbox().run_python('import os, socket; print(os.getuid(), os.getpid() < 10); "
             'socket.create_connection(("127.0.0.1", 1), 1)\')\n'
             "print(d.stdout.decode().strip(), b'unreachable' in d.stderr)"

@@ -58,11 +58,15 @@ def test_garbage_where_no_loss_is_carried_changes_nothing() -> None:
 
 def test_a_pack_gives_each_context_what_it_has_alone() -> None:
     model = small()
-    contexts = [torch.randint(0, 31, (n,)) for n in (5, 2, 9)]
+    contexts = [torch.randint(0, 31, (n,)) for n in (5, 2, 400, 9, 300, 1, 4)]
     tokens = torch.cat(contexts)
     labels = torch.cat([torch.cat([c[1:], torch.zeros(1, dtype=torch.int64)]) for c in contexts])
-    cu = torch.tensor([0, 5, 7, 16], dtype=torch.int32)
+    cu = torch.tensor([0, *map(len, contexts)], dtype=torch.int32).cumsum(0)
+    computed: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, given: computed.append(given[0].numel()))
     packed = label_logprobs(model, tokens, labels, cu)
+    hook.remove()
+    assert sum(computed) < 2 * len(tokens), "a short context costs what a long one beside it does"
     for a, b, context in zip(cu.tolist(), cu.tolist()[1:], contexts, strict=False):
         alone = torch.log_softmax(model(context[None])[0], -1)
         expected = alone[:-1].gather(1, context[1:, None])[:, 0]

@@ -28,10 +28,13 @@ class FolderTask(Task):
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """What programs in the workspace get, by the task's own configuration."""
     verifier_env: Mapping[str, str] = field(default_factory=dict[str, str])
+    solution_env: Mapping[str, str] = field(default_factory=dict[str, str])
     agent_user: str = ""
     verifier_user: str = ""
     hide_git: bool = True
     """Take the history of repositories out of the workspace while the agent works."""
+    keep_processes: bool = False
+    """What the agent left running runs on while its work is verified: for a task that asks for a server."""
 
 
 @runtime_checkable

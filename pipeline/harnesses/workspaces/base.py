@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 Stopped = Literal["", "time", "output"]
 
@@ -122,6 +122,15 @@ class Workspace(Protocol):
 
     async def peak_bytes(self) -> int:
         """Most memory that it used so far; 0 where that is not measured."""
+        ...
+
+
+@runtime_checkable
+class EndsProcesses(Protocol):
+    """A workspace in which processes run that are not its programs', so that it must end the programs' itself."""
+
+    async def end_processes(self, grace_s: float) -> None:
+        """SIGTERM to every process that a program left, and SIGKILL to what lives on after `grace_s`."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Runs an OpenHands SDK agent in the current directory, by the interpreter that the SDK is installed for; options are JSON."""
+"""Runs an OpenHands SDK agent in the current directory: `start.py FOLDER run_openhands.py OPTIONS.json`."""
 
-# Runs in the scaffold's own virtual environment.
-# pyright: reportMissingImports=false
+# The SDK is in the scaffold's own folder, and is not typed here.
+# pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
 import json
@@ -17,17 +17,20 @@ from openhands.tools.terminal import TerminalTool
 
 
 def main() -> None:
-    options = json.loads(sys.argv[1])
-    instruction, condense = options.pop("instruction"), options.pop("condense", None)
-    llm = LLM(usage_id="agent", **options)
+    options = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(usage_id="agent", **options["llm"])
     condenser = None
-    if condense:
+    if condense := options.get("condense"):
         small = llm.model_copy(update={"usage_id": "condenser"})
         condenser = LLMSummarizingCondenser(llm=small, **condense)
     tools = [Tool(name=tool.name) for tool in (TerminalTool, FileEditorTool, TaskTrackerTool)]
     agent = Agent(llm=llm, tools=tools, condenser=condenser)
-    conversation = Conversation(agent=agent, workspace=str(Path.cwd()), visualizer=None)
-    conversation.send_message(instruction)
+    # One turn more than it is given: it is the session that ends it, as with every scaffold.
+    turns = options["max_turns"] + 1
+    conversation = Conversation(
+        agent=agent, workspace=str(Path.cwd()), visualizer=None, max_iteration_per_run=turns
+    )
+    conversation.send_message(options["instruction"])
     conversation.run()
     print("finished")
 

@@ -1,11 +1,11 @@
-"""Runs Terminus 2 in the current directory, by the interpreter that harbor is installed for; the options are JSON.
+"""Runs Terminus 2 in the current directory: `start.py FOLDER run_terminus.py OPTIONS.json`.
 
-Harbor runs agents in containers; here the stage is the sandbox, so the environment is a plain process: what Terminus asks of
+Harbor runs agents in containers; here the workspace is the sandbox already, so the environment is a plain process: what Terminus asks of
 an environment, and nothing else.
 """
 
-# Runs in the scaffold's own virtual environment.
-# pyright: reportMissingImports=false
+# Harbor is in the scaffold's own folder, and is not typed here.
+# pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
@@ -42,14 +42,13 @@ class Here:
         return ExecResult(stdout=out.decode(), stderr=err.decode(), return_code=process.returncode or 0)
 
     async def is_dir(self, path: str, user=None) -> bool:
-        return Path(path).is_dir()
+        return await asyncio.to_thread(Path(path).is_dir)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         shutil.copyfile(source_path, target_path)
 
 
-async def main() -> None:
-    options = json.loads(sys.argv[1])
+async def main(options: dict) -> None:
     instruction = options.pop("instruction")
     logs = Path(os.environ["HOME"]) / "logs"
     logs.mkdir()
@@ -61,4 +60,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(json.loads(Path(sys.argv[1]).read_text())))

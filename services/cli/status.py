@@ -1,0 +1,185 @@
+"""`packtrain status`: the hosts of a run as they say of themselves, which of them are silent, and which resource binds.
+
+Promises:
+- every host that the configuration has is told: one that never reported, or not for `SILENT_S`, is silent, and how long;
+- what binds is said of the hosts that are not silent, by `pipeline.hosts.waits.binding`;
+- it reads, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from pipeline.hosts.report import EVERY_S, SILENT_S, HostReport, reports
+from pipeline.hosts.waits import RESOURCES, Binding, Window, binding
+from pipeline.log import Log
+from schemas.config import RunConfig
+from services.cli.reach import find_run, open_log
+from services.cli.summary import size
+
+_TOLD = 0.01
+"""A share of waits that is worth a word."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A host that should be there, or is; `silent_s`: since when it has not been heard of, None for never, 0 for a host that is
+    there (or has said that it stopped)."""
+
+    host: str
+    service: str
+    pool: str
+    report: HostReport | None
+    silent_s: float | None
+
+    @property
+    def silent(self) -> bool:
+        return self.silent_s != 0
+
+
+@dataclass(frozen=True)
+class Status:
+    run: str
+    rows: tuple[Row, ...]
+    unreadable: int
+    binding: Binding
+
+
+def expected(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """Name to (service, pool) of every host that the configuration has."""
+    hosts = {f"agent-loop-{i}": ("agent-loop", "") for i in range(config.agent_loop.hosts)}
+    for pool, count in config.pool_hosts().items():
+        hosts |= {f"harness-{pool}-{i}": ("harness", pool) for i in range(count)}
+    return hosts
+
+
+def status_of(config: RunConfig, found: Sequence[HostReport], unreadable: int, now: datetime) -> Status:
+    """What the reports come to at that time. Pure."""
+    known = {report.host: report for report in found}
+    hosts = expected(config) | {report.host: (report.service, report.pool) for report in found}
+    rows: list[Row] = []
+    windows: dict[str, Window] = {}
+    for name, (service, pool) in hosts.items():
+        report = known.get(name)
+        row = Row(name, service, pool, report, None if report is None else 0.0)
+        if report is not None and report.state != "stopped":
+            if report.age_s(now) > SILENT_S:
+                row = replace(row, silent_s=report.age_s(now))
+            else:
+                where = f"pool {pool}" if pool else service
+                before = windows.get(where)
+                windows[where] = report.window() if before is None else before + report.window()
+        rows.append(row)
+    return Status(config.run, tuple(rows), unreadable, binding(windows))
+
+
+def lines(status: Status) -> list[dict[str, Any]]:
+    """JSON objects: one a host, and the last one what binds."""
+    out: list[dict[str, Any]] = []
+    for row in status.rows:
+        said = row.report.model_dump(mode="json") if row.report is not None else {}
+        shares = row.report.window().shares() if row.report is not None else {}
+        out.append(
+            {**said, "host": row.host, "service": row.service, "pool": row.pool, "shares": shares}
+            | {"silent": row.silent, "silent_s": row.silent_s}
+        )
+    found = status.binding
+    last = {"run": status.run, "binding": found.resource, "where": found.where, "share": found.share}
+    return [*out, {**last, "why": found.why(), "unreadable": status.unreadable}]
+
+
+def view(status: Status) -> Group:
+    """For people."""
+    table = Table(
+        "host", "state", "tenants", "pending", "oldest", "lag p50/p99", "blocked", "cpu", "memory", "waits",
+        box=None, pad_edge=False,
+    )  # fmt: skip
+    for row in status.rows:
+        said = row.report
+        if said is None:
+            table.add_row(row.host, "[red]never reported[/red]")
+            continue
+        state = f"[red]silent for {row.silent_s:.0f} s[/red]" if row.silent_s else said.state
+        table.add_row(
+            row.host,
+            state,
+            f"{said.tenants}/{said.capacity}",
+            str(said.pending),
+            f"{said.oldest_s:.0f} s" if said.tenants else "",
+            f"{1000 * said.lag_p50_s:.0f}/{1000 * said.lag_p99_s:.0f} ms",
+            str(sum(said.blocks.values()) or ""),
+            f"{100 * said.cpu:.0f} %",
+            size(said.rss_bytes),
+            waits(said.window().shares()),
+        )
+    silent = [row.host for row in status.rows if row.silent]
+    told = [f"binding: {status.binding.why()}"]
+    if silent:
+        told.insert(0, f"silent: {', '.join(silent)}")
+    if status.unreadable:
+        told.insert(0, f"{status.unreadable} reports cannot be read: another version of packtrain wrote them")
+    return Group(table, *told)
+
+
+def waits(shares: Mapping[str, float]) -> str:
+    """The resources that are waited for, most first."""
+    found = sorted(((shares.get(r, 0.0), r) for r in RESOURCES), reverse=True)
+    return ", ".join(f"{r} {100 * share:.0f} %" for share, r in found if share >= _TOLD)
+
+
+def show(
+    config: Path | None,
+    directory: Path,
+    run: str | None,
+    as_json: bool,
+    watch: bool,
+    console: Console,
+    write: Callable[[str], None],
+) -> None:
+    """Prints the status of a run, once or until Ctrl-C. Raises ConfigError, LaunchError, BrokerUnavailable."""
+    found = find_run(config, directory, run)
+    try:
+        asyncio.run(_show(found, as_json, watch, console, write))
+    except KeyboardInterrupt:
+        return
+
+
+async def _show(
+    config: RunConfig, as_json: bool, watch: bool, console: Console, write: Callable[[str], None]
+) -> None:
+    async with open_log(config) as log:
+        if not watch:
+            _print(await look(config, log), as_json, console, write)
+            return
+        if as_json:
+            while True:
+                _print(await look(config, log), as_json, console, write)
+                await asyncio.sleep(EVERY_S)
+        with Live(view(await look(config, log)), console=console, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(EVERY_S)
+                live.update(view(await look(config, log)), refresh=True)
+
+
+async def look(config: RunConfig, log: Log) -> Status:
+    """The run's status now."""
+    found, unreadable = await reports(log)
+    return status_of(config, found, unreadable, datetime.now(UTC))
+
+
+def _print(status: Status, as_json: bool, console: Console, write: Callable[[str], None]) -> None:
+    if as_json:
+        for line in lines(status):
+            write(orjson.dumps(line).decode())
+    else:
+        console.print(view(status))

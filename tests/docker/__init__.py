@@ -1,0 +1,1 @@
+"""Against a real container engine, by Harbor's environment `docker`: run by `make scaffolds-docker`."""
