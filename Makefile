@@ -10,7 +10,7 @@ STEPS ?= 5
 JOBS ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo learn smollm2 scaffolds scaffolds-table scaffolds-docker vllm test lint format clean
+.PHONY: help venv demo learn smollm2 scaffolds scaffolds-table scaffolds-docker vllm test coverage lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 17
@@ -65,8 +65,13 @@ $(VLLM)/.installed: $(STAMP) tests/vllm/install.py tests/vllm/models.py tests/vl
 	@touch $@
 
 # A file's tests share servers, so they stay together; each worker has servers of its own.
-test: $(STAMP)  ## run the tests, with coverage; JOBS=1 for one at a time
-	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --cov --cov-report=term
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
+
+test: $(STAMP)  ## run the tests; JOBS=1 for one at a time
+	$(PYTEST)
+
+coverage: $(STAMP)  ## run the tests with a table of coverage, which takes half as long again
+	$(PYTEST) --cov --cov-report=term
 
 lint: $(STAMP)  ## ruff, import-linter, pyright
 	$(BIN)/ruff check .

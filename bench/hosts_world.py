@@ -22,7 +22,8 @@ from schemas.names import attempt_id, sample_id, sequence_id
 POOL = SOURCE = "bench"
 HOST = "bench-loop"
 """The agent-loop host, to which the verdicts go: it is this process."""
-TASKS = Path(__file__).resolve().parents[1] / "examples" / "tasks"
+ROOT = Path(__file__).resolve().parents[1]
+TASKS = ROOT / "examples" / "tasks"
 _WITHIN_S = 240.0
 _TICK_S = 0.01
 
