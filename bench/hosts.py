@@ -15,8 +15,8 @@ Hosts are processes as they are deployed, before a real broker (`sync_interval: 
   Harbor's own runner with the same tasks, the same agent, and the same overlay workspaces as a custom environment of its. Only
   where Harbor is installed (`make scaffolds`);
 - balance: in-flight counts of four hosts: `spread`, the largest less the smallest; `ratio`, the largest over the mean; `late`:
-  in the two seconds after one of them has come late; `steady`: after that; `burst`: of as many that came at once. Against hosts
-  that are served in turn.
+  in the two seconds after one of them has come late; `steady`: in the three after that; `burst`: of as many that came at once.
+  Against hosts that are served in turn.
 
 `goal` is what a change must not rise above (or fall below), 0 where there is none. `--quick` takes less than a minute on two idle
 cores, the whole about four. Progress goes to standard error.
@@ -42,12 +42,12 @@ from report import Figure, tell
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The tenants; sandboxes at once, and how many in all; (trials at once, how often every task) of the trials."""
+    """The tenants; sandboxes at once, and how many in all; trials at once, how often every task in a round, and rounds."""
 
     load: Load
     at_once: tuple[int, ...]
     sandboxes: int
-    trials: tuple[tuple[int, int], ...]
+    trials: tuple[tuple[int, ...], int, int]
     arrivals: Arrivals
 
 
@@ -55,13 +55,17 @@ FULL = Size(
     Load((1, 10, 100, 1_000), (1, 10, 50), 1.0, 200),
     (1, 16),
     96,
-    ((1, 2), (4, 4), (16, 4)),
-    Arrivals(200.0, 2.0, 4.0),
+    ((1, 4, 16), 2, 2),
+    Arrivals(4, 200.0, 2.0, 3.0, 2.0, 3.0, 2.0),
 )
 QUICK = Size(
-    Load((1, 10, 100), (1, 4), 0.5, 50), (1, 16), 16, ((1, 1), (4, 1), (16, 1)), Arrivals(100.0, 1.0, 2.5)
+    Load((1, 10, 100), (1, 4), 0.5, 50),
+    (1, 16),
+    16,
+    ((1, 4, 16), 1, 1),
+    Arrivals(4, 100.0, 1.0, 0.5, 1.0, 1.5, 1.0),
 )
-LEAST = Size(Load((1, 8), (1,), 0.1, 8), (1, 2), 2, (), Arrivals(40.0, 0.5, 0.5))
+LEAST = Size(Load((4,), (1,), 0.1, 8), (1, 2), 2, ((), 1, 1), Arrivals(2, 50.0, 0.4, 0.1, 0.3, 0.3, 1.0))
 
 
 async def measure(size: Size) -> list[Figure]:
@@ -70,7 +74,7 @@ async def measure(size: Size) -> list[Figure]:
         with Server(directory / "broker", "always") as server:
             figures = await tenants(server.broker, directory, size.load)
             figures += await sandboxes(size.at_once, size.sandboxes)
-            figures += await trials(server.broker, directory, size.trials)
+            figures += await trials(server.broker, directory, *size.trials)
             return figures + await balance(server.broker, size.arrivals)
 
 

@@ -1,6 +1,6 @@
-"""How evenly four hosts are filled, by their priorities against in turn.
+"""How evenly hosts are filled, by their priorities against in turn.
 
-Tenants come one by one and live for times of their own; the fourth host comes late; when that is over and all have ended, as
+Tenants come one by one and live for times of their own; the last host comes late; when that is over and all have ended, as
 many tenants come at once as there were on the average.
 """
 
@@ -26,21 +26,21 @@ from schemas.config import Broker
 from schemas.facts import SequenceOpened
 from schemas.names import attempt_id, sample_id, sequence_id
 
-HOSTS = 4
-_START_S = 3.0
-"""For the processes to be there before the first tenant comes."""
-_AFTER_S = 2.0
-"""A host that comes late is not yet balanced so long."""
 _STEP_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """So many tenants a second, of `mean_s` on the average, for `late_s` before and after the last host comes."""
+    """So many tenants a second, of `mean_s` on the average: for `before_s` until the last host is started, for `late_s` in
+    which it is filled, and for `steady_s`. Those that come at once live `burst_s`."""
 
+    hosts: int
     a_second: float
     mean_s: float
+    before_s: float
     late_s: float
+    steady_s: float
+    burst_s: float
 
     @property
     def tenants(self) -> int:
@@ -53,9 +53,11 @@ async def balance(broker: Broker, arrivals: Arrivals) -> list[Figure]:
     figures: list[Figure] = []
     for when in by_priority:
         (spread, ratio), (peer_spread, peer_ratio) = by_priority[when], in_turn[when]
-        say(f"{when}: {spread:.1f} apart by priority, {peer_spread:.1f} in turn; max/mean {ratio:.2f}, {peer_ratio:.2f}")
+        say(
+            f"{when}: {spread:.1f} apart by priority, {peer_spread:.1f} in turn; max/mean {ratio:.2f}, {peer_ratio:.2f}"
+        )
         figures += [
-            figure(f"balance.{when}.spread", spread, "tenants", 0, peer_spread),
+            figure(f"balance.{when}.spread", spread, "tenants", 0, max(peer_spread, _STEP_S)),
             figure(f"balance.{when}.ratio", ratio, "max/mean", 0, peer_ratio),
         ]
     return figures
@@ -66,45 +68,53 @@ async def _spreads(broker: Broker, arrivals: Arrivals, priorities: bool) -> dict
     run = f"bench{secrets.token_hex(4)}"
     log = await Log.connect(broker, run, "bench")
     await log.create()
-    began = time.monotonic() + _START_S
-    joined = began + arrivals.late_s
-    given = {"broker": broker.model_dump(), "run": run, "capacity": arrivals.tenants, "priorities": priorities}
+    given = {
+        "broker": broker.model_dump(),
+        "run": run,
+        "capacity": arrivals.tenants,
+        "priorities": priorities,
+    }
     with ExitStack() as stack:
-        hosts: list[dict[str, Any]] = []
-        for number in range(HOSTS):
-            at = joined if number == HOSTS - 1 else began - 0.5
-            hosts.append(stack.enter_context(child("hosts_sleeper.py", {**given, "name": f"h{number}", "at": at})))
-        if time.monotonic() > began:
-            raise SystemExit(f"{HOSTS} hosts did not start within {_START_S} s: the machine is too busy for this")
-        sent = await _arrive(log, arrivals, began, joined + arrivals.late_s)
-        ended = time.monotonic()
-        known = await _known(hosts)
-        while sum(each[-1][1] for each in known):
-            await asyncio.sleep(0.1)
-            known = await _known(hosts)
-        burst_s = 3.0
-        at_once = [(_tenant(sent + number, burst_s), None) for number in range(arrivals.tenants)]
-        await log.publish_all(at_once)
+
+        async def begin(number: int) -> dict[str, Any]:
+            started = child("hosts_sleeper.py", {**given, "name": f"host-{number}"})
+            return await asyncio.to_thread(stack.enter_context, started)
+
+        hosts = await asyncio.gather(*map(begin, range(arrivals.hosts - 1)))
+        until = asyncio.Event()
+        arriving = asyncio.create_task(_arrive(log, arrivals, until))
+        await asyncio.sleep(arrivals.before_s)
+        hosts.append(await begin(arrivals.hosts - 1))
+        joined = hosts[-1]["began"]
+        await asyncio.sleep(arrivals.late_s + arrivals.steady_s)
+        until.set()
+        sent, ended = await arriving, time.monotonic()
+        await _all_ended(hosts)
+        await log.publish_all(
+            [(_tenant(sent + number, arrivals.burst_s), None) for number in range(arrivals.tenants)]
+        )
         stored = time.monotonic()
-        await asyncio.sleep(burst_s - 0.5)
+        await asyncio.sleep(arrivals.burst_s)
         known = await _known(hosts)
     await log.close()
+    middle = stored + arrivals.burst_s / 2
     return {
-        "late": _spread(known, joined, joined + _AFTER_S),
-        "steady": _spread(known, joined + _AFTER_S, ended),
-        "burst": _spread(known, stored + burst_s / 2, stored + burst_s / 2 + _STEP_S),
+        "late": _spread(known, joined, joined + arrivals.late_s),
+        "steady": _spread(known, joined + arrivals.late_s, ended),
+        "burst": _spread(known, middle, middle + _STEP_S),
     }
 
 
-async def _arrive(log: Log, arrivals: Arrivals, began: float, until: float) -> int:
+async def _arrive(log: Log, arrivals: Arrivals, until: asyncio.Event) -> int:
     """How many have come."""
-    lives = random.Random(1)  # noqa: S311  # the same ones for both
+    began = time.monotonic()
+    lives = random.Random(1)  # the same ones for both
     sent = 0
-    while (now := time.monotonic()) < until:
-        due = int(max(0.0, now - began) * arrivals.a_second)
+    while not until.is_set():
+        due = int((time.monotonic() - began) * arrivals.a_second)
         for number in range(sent, due):
             await log.publish(_tenant(number, lives.expovariate(1 / arrivals.mean_s)))
-        sent = max(sent, due)
+        sent = due
         await asyncio.sleep(_STEP_S / 4)
     return sent
 
@@ -124,6 +134,13 @@ def _tenant(number: int, seconds: float) -> SequenceOpened:
         session=attempt_id(sequence, 1),
         budget_s=60.0,
     )
+
+
+async def _all_ended(hosts: list[dict[str, Any]]) -> None:
+    while True:
+        if not any(each[-1][1] for each in await _known(hosts)):
+            return
+        await asyncio.sleep(_STEP_S)
 
 
 async def _known(hosts: list[dict[str, Any]]) -> list[list[list[Any]]]:

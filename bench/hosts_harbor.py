@@ -55,7 +55,9 @@ class Overlay(_base.BaseEnvironment):
         spec = Spec(name=self.session_id.replace(".", "-"), definition=self.environment_dir.resolve())
         self._workspace = await self._stack.enter_async_context(OverlayWorkspaces().open(spec))
         # Where Harbor's agents and verifiers write to; an engine mounts them.
-        await self.exec("mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod -R 777 /logs", user="root")
+        await self.exec(
+            "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod -R 777 /logs", user="root"
+        )
 
     async def stop(self, delete: bool) -> None:
         await self._stack.aclose()
@@ -67,15 +69,16 @@ class Overlay(_base.BaseEnvironment):
         await self._workspace.put(Path(source_dir), target_dir)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        Path(target_path).write_bytes(await self._workspace.get(source_path, _MOST))
+        _write(target_path, await self._workspace.get(source_path, _MOST))
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         packed = await self._workspace.run(
-            ["tar", "-c", "-f", "-", "-C", source_dir, "."], timeout_s=_LONGEST_S, user="root", output_bytes=_MOST
+            ["tar", "-c", "-f", "-", "-C", source_dir, "."],
+            timeout_s=_LONGEST_S,
+            user="root",
+            output_bytes=_MOST,
         )
-        Path(target_dir).mkdir(parents=True, exist_ok=True)
-        with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
-            archive.extractall(target_dir, filter="data")
+        _unpack(target_dir, packed.stdout)
 
     async def exec(
         self,
@@ -113,9 +116,23 @@ async def main(tasks: str, folder: str, concurrency: int, attempts: int) -> None
     began = time.perf_counter()
     await made.run()
     seconds = time.perf_counter() - began
+    print(json.dumps({"seconds": seconds, **_found(folder)}))
+
+
+def _write(file: Path | str, data: bytes) -> None:
+    Path(file).write_bytes(data)
+
+
+def _unpack(folder: Path | str, data: bytes) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def _found(folder: str) -> dict[str, int]:
     trials = [json.loads(file.read_text()) for file in Path(folder).glob("*/*/result.json")]
-    solved = sum((each["verifier_result"] or {}).get("rewards", {}).get("reward") == 1.0 for each in trials)
-    print(json.dumps({"seconds": seconds, "trials": len(trials), "solved": solved}))
+    rewards = [(each["verifier_result"] or {}).get("rewards", {}).get("reward") for each in trials]
+    return {"trials": len(trials), "solved": rewards.count(1.0)}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def application(delay_s: float, calls: int) -> web.Application:
     step = {"name": "step", "arguments": '{"path": "src/lock.py"}'}
     said = "I read the file before I change it: the index may be taken before the lock. " * 2
     tool = _answer(
-        {"content": said, "tool_calls": [{"id": "call_1", "type": "function", "function": step}]}, "tool_calls"
+        {"content": said, "tool_calls": [{"id": "call_1", "type": "function", "function": step}]},
+        "tool_calls",
     )
     text = _answer({"content": "done"}, "stop")
 

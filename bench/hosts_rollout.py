@@ -29,7 +29,9 @@ class Steps:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        return (Tool("step", "Reads a file.", {"type": "object", "properties": {"path": {"type": "string"}}}),)
+        return (
+            Tool("step", "Reads a file.", {"type": "object", "properties": {"path": {"type": "string"}}}),
+        )
 
     def task(self, index: int) -> Task:
         return Task(index, "Find out why the lock is taken too late, and mend it.", "done")

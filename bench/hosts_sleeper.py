@@ -1,8 +1,8 @@
 """A host whose tenants only live, and which remembers how many it had when: `task_index` of a tenant is its milliseconds.
 
-Reads a line of JSON: `broker`, `run`, `name`, `capacity`, `at` (when it begins to serve, of the system's monotonic clock),
-`priorities` (whether it says how full it is). Answers with {"control"} and serves until its standard input is closed. GET of
-`control`: {"tenants": [(when, how many from then on), ...]}.
+Reads a line of JSON: `broker`, `run`, `name`, `capacity`, `priorities` (whether it says how full it is). Answers with
+{"control", "began"} and serves until its standard input is closed. GET of `control`: {"tenants": [(when, how many from then on),
+...]}. Times are of the system's monotonic clock.
 """
 
 from __future__ import annotations
@@ -41,13 +41,9 @@ async def main(given: dict[str, Any]) -> None:
         await delivery.ack()
         known.append((time.monotonic(), host.tenants - 1))
 
-    async def serve() -> None:
-        await asyncio.sleep(given["at"] - time.monotonic())
-        await host.serve(work, live, stop)
-
-    serving = asyncio.create_task(serve())
+    serving = asyncio.create_task(host.serve(work, live, stop))
     async with telling(lambda: {"tenants": known}) as control:
-        print(json.dumps({"control": control}), flush=True)
+        print(json.dumps({"control": control, "began": time.monotonic()}), flush=True)
         closed = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         await asyncio.wait([closed, serving], return_when=asyncio.FIRST_COMPLETED)
         stop.set()

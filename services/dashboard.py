@@ -5,7 +5,8 @@ Promises:
   of a replayed one are made by the same code;
 - a group is in flight from its first dispatched sequence until it is accepted or rejected, and ready from its
   acceptance until a batch takes it or it grows too old;
-- what is rejected is counted by reason and belongs to the step that was yielded next.
+- what is rejected is counted by reason and belongs to the step that was yielded next;
+- of the limits that people changed, the newest of each holds, whatever order they are read in.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from schemas.config import Decisions
 from schemas.envelope import Event
 from schemas.facts import (
     BatchYielded,
+    LimitChanged,
     PolicyPublished,
     RunStarted,
     RunStopped,
@@ -134,6 +136,8 @@ class View:
     generated: int = 0
     written: dict[str, int] = field(default_factory=dict)
     recent: deque[tuple[datetime, int]] = field(default_factory=deque)
+    limits: dict[tuple[str, str], LimitChanged] = field(default_factory=dict)
+    """Those that were changed, by what they are of and its name."""
 
     @property
     def trained_steps(self) -> int:
@@ -215,6 +219,10 @@ def fold(view: View, event: Event) -> View:
                 row.trained = fact
         case PolicyPublished() as fact:
             view.policy_version = fact.step
+        case LimitChanged() as fact:
+            before = view.limits.get((fact.of, fact.name))
+            if before is None or fact.number > before.number:
+                view.limits[fact.of, fact.name] = fact
         case _:
             pass
     return view

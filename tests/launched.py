@@ -150,6 +150,15 @@ class Launched:
             self._process.kill()
             raise AssertionError(f"the run did not end in {deadline_s} s; output:\n{self.told()}") from None
 
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A test that failed leaves no launcher, and so none of what it started."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
     def told(self) -> str:
         return self.output.read_text()
 
@@ -181,7 +190,7 @@ class Launched:
             token = self.seen / token.relative_to(self.state)
         return await Log.connect(broker.model_copy(update={"token_file": str(token)}), self.run, "test", 20)
 
-    async def _wait(self, look, what: str, deadline_s: float = 60.0):
+    async def _wait(self, look, what: str, deadline_s: float = 120.0):
         deadline = time.monotonic() + deadline_s
         while (found := look()) is None:
             assert self._process is not None

@@ -7,8 +7,10 @@ prompt's tokens alone; the session, from the header that engines route by, says 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.capture.renderers.chatml import ChatMLRenderer
@@ -48,6 +50,27 @@ def attempt(scene: Scene) -> Attempt:
     return Attempt(found[1], int(found[2]), int(found[3]))
 
 
+def small_policy(folder: Path) -> Path:
+    """A policy directory whose model trains in no time: one thin layer under the tiny policy's tokenizer."""
+    # Late: torch takes seconds, and only runs that train need it.
+    from pipeline.engines.tiny.model import Llama, LlamaConfig, load_policy, save_policy
+
+    given, _ = load_policy(policy_dir(TINY))
+    config = LlamaConfig(
+        vocab_size=given.vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        eos_token_id=given.eos_token_id,
+    )
+    save_policy(folder, config, Llama(config).state_dict())
+    shutil.copy(policy_dir(TINY) / "tokenizer.json", folder)
+    return folder
+
+
 class ServedPolicy(Policy):
     """`application()` serves it."""
 
@@ -77,7 +100,9 @@ async def check_trained(plan: Plan, store: ObjectStore, policy: Policy) -> None:
         meta = sequence.contexts[context]
         columns = await read_columns(store, sequence.payload, ["tokens", "loss_mask", "logprobs"])
         rows = slice(meta.offset, meta.offset + meta.tokens)
-        tokens, mask, logprobs = (columns[name][rows].tolist() for name in ("tokens", "loss_mask", "logprobs"))
+        tokens, mask, logprobs = (
+            columns[name][rows].tolist() for name in ("tokens", "loss_mask", "logprobs")
+        )
         assert sum(mask) == meta.loss_tokens()
         assert meta.loss_spans, "a row without loss is planned"
         session = sequence.payload.key.rpartition("/")[2].partition(".")[0]

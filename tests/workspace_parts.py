@@ -54,7 +54,7 @@ def mounts() -> list[str]:
 
 
 def groups(name: str = "") -> list[str]:
-    """Control groups of workspaces whose name ends so, of any process."""
+    """Control groups of workspaces whose name ends so, of any process; of all without one."""
     places = {
         line.split()[4]
         for line in Path("/proc/self/mountinfo").read_text().splitlines()
@@ -63,9 +63,19 @@ def groups(name: str = "") -> list[str]:
     return [folder for place in places for folder, _, _ in os.walk(place) if _is(folder, name)]
 
 
+def workspaces(host: int) -> set[str]:
+    """Names of the control groups of a host's workspaces."""
+    return {name for group in groups() if (name := Path(group).name).startswith(f"packtrain-{host}-")}
+
+
+def roots(host: int) -> list[str]:
+    """Command lines of the live root programs of a host's workspaces; each has the process of its host at its end."""
+    return [line for line in processes("overlay_init import main") if line.split()[-1] == str(host)]
+
+
 def _is(folder: str, name: str) -> bool:
     last = folder.rpartition("/")[2]
-    return last.startswith("packtrain-") and last.endswith(f"-{name}")
+    return last.startswith("packtrain-") and (not name or last.endswith(f"-{name}"))
 
 
 def processes(mark: str) -> list[str]:

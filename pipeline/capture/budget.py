@@ -16,6 +16,19 @@ REQUESTS_A_TURN, MORE_REQUESTS = 20, 100
 """Of a session, repetitions of recorded and failed calls among them: an agent that asks the same for ever has an end."""
 
 
+class ContextOverflow(Exception):
+    """The dialogue leaves no room for a sampled token."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the dialogue has {prompt_tokens} tokens, the context holds {limit} with at least one to sample"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
 class TurnLimit(Exception):
     """The session's budget is spent; `code` says which part of it: max_requests, max_turns, max_sampled_tokens,
     max_wall_time."""

@@ -61,6 +61,14 @@ class Recovery:
         self._hosts: dict[str, _Dead] = {}
         self._reading = threading.Lock()
 
+    def dead(self, host: str) -> bool:
+        """Whether the host is known here, and lives no more. Reads files."""
+        try:
+            with self._reading:
+                return self._dead(host) is not None
+        except OSError:
+            return False
+
     def session(self, host: str, session: str) -> Recovered | None:
         """What was recorded; None when the host lives, is unknown here, or has nothing of it that is needed. Reads files."""
         try:

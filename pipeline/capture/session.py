@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.capture.budget import Budget, TurnLimit
+from pipeline.capture.budget import Budget, ContextOverflow, TurnLimit
 from pipeline.capture.call import Answer, BadRequest, Call, Finish, Piece, Reply, Text
 from pipeline.capture.dialogue import Dialogue, Step, answer_key_of, steps
 from pipeline.capture.export import Export, export
@@ -45,19 +45,6 @@ _MESSAGE = 1 << 10
 """Characters that take as long as what a message costs whatever is in it."""
 _PUT_TOGETHER = 1 << 17
 """Tokens of a known path that are put together meanwhile."""
-
-
-class ContextOverflow(Exception):
-    """The dialogue leaves no room for a sampled token."""
-
-    code = "context_length_exceeded"
-
-    def __init__(self, prompt_tokens: int, limit: int) -> None:
-        super().__init__(
-            f"the dialogue has {prompt_tokens} tokens, the context holds {limit} with at least one to sample"
-        )
-        self.prompt_tokens = prompt_tokens
-        self.limit = limit
 
 
 class Journal(Protocol):
@@ -98,7 +85,8 @@ class Session:
         self._last: Answer | None = None
         self._trouble = False
         self._left = False
-        self._refused = ""
+        self.refused = ""
+        """The `code` of the limit that refused the turn that ended last; empty: none did."""
         self.away_s = 0.0
         """Seconds of its turns in which the engine was away."""
         self.closed = False
@@ -113,11 +101,6 @@ class Session:
         """Whether the engine owes an answer: a model call is under way, the last to end met the engine's trouble, or the
         client of the newest call went before it had its answer, whether or not that was sampled since."""
         return self._trouble or self._left or bool(self._tasks)
-
-    @property
-    def refused(self) -> str:
-        """The `code` of the limit that refused the turn that ended last; empty: none did."""
-        return self._refused
 
     @property
     def last(self) -> Answer | None:
@@ -180,13 +163,13 @@ class Session:
         except BaseException as error:
             self._budget.turns -= counted
             self._trouble = isinstance(error, EngineUnavailable)
-            self._refused = error.code if isinstance(error, TurnLimit | ContextOverflow) else ""
+            self.refused = error.code if isinstance(error, TurnLimit | ContextOverflow) else ""
             # One that failed may be asked for anew.
             self._answers.pop(key, None)
             raise
         else:
             self._trouble = False
-            self._refused = ""
+            self.refused = ""
             return answer
         finally:
             self._tasks.discard(asyncio.current_task())

@@ -115,11 +115,11 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Harness:
     raises for options that it does not know (pydantic's ValidationError, by custom)."""
     target = BUILT_IN.get(name, name)
     if ":" not in target:
-        target = _entry_points().get(name, "")
+        target = named().get(name, "")
     module, _, attribute = target.partition(":")
     if not module or not attribute:
         raise UnknownHarness(
-            f"harness {name!r} is none of {sorted({*BUILT_IN, *_entry_points()})}, and not of the form module:Class"
+            f"harness {name!r} is none of {sorted({*BUILT_IN, *named()})}, and not of the form module:Class"
         )
     try:
         factory: Any = getattr(importlib.import_module(module), attribute)
@@ -128,6 +128,6 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Harness:
     return cast(Harness, factory(options=dict(options)) if options else factory())
 
 
-def _entry_points() -> dict[str, str]:
-    """Name to module:Class. A package's name does not take a built-in one's place."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+def named() -> dict[str, str]:
+    """The module:Class of each name that other packages gave. None takes a built-in one's place."""
+    return {p.name: p.value for p in entry_points(group=ENTRY_POINTS) if p.name not in BUILT_IN}

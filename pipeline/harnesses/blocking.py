@@ -39,7 +39,7 @@ class Threads:
         self._waits = waits
         self._tell_s = tell_s
         self._free = asyncio.Semaphore(limit)
-        self._calls: dict[int, tuple[float, str]] = {}
+        self._calls: dict[object, tuple[float, str]] = {}
         self._told = 0.0
         # Kept: to start a thread, the event loop waits for it, which is a quarter of a second where all of them compute.
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -53,7 +53,7 @@ class Threads:
         """The call's result, as of `on_thread`."""
         name = f"{_name(call)} of {_who()}"
         await self._turn()
-        key = id(call)
+        key = object()
         self._calls[key] = (time.monotonic(), name)
         loop = asyncio.get_running_loop()
 
@@ -100,7 +100,8 @@ class Threads:
 
     def _tell(self) -> None:
         now = time.monotonic()
-        if now - self._told >= self._tell_s:
+        # There is none for a moment where whoever has the turn has not begun yet.
+        if self._calls and now - self._told >= self._tell_s:
             self._told = now
             since, name = min(self._calls.values())
             _LOG.warning(

@@ -11,7 +11,7 @@ Promises:
 | what ended the agent | reason |
 |---|---|
 | the policy answered, submitted, or its program ended with status 0 | `completed` |
-| the program ended with another status, or by a signal of its own (a crash) | `agent_crashed` |
+| the program ended with another status, or by a signal of its own (a crash), or wrote more than a workspace takes | `agent_crashed` |
 | SIGKILL, status 137, or a status other than 0 after the kernel's out-of-memory kill | `agent_killed` |
 | its seconds were over | `agent_timeout` |
 """
@@ -53,7 +53,7 @@ ENDINGS: Mapping[str, Ending] = {
     "overlong": _model("a turn was cut at its length, or the context or the session's token limit was full"),
     "agent_timeout": _model("the agent's seconds were over while nobody owed it an answer"),
     "agent_crashed": _model(
-        "the agent's program ended with a status other than 0, or by a signal of its own"
+        "the agent's program ended with a status other than 0, by a signal of its own, or for all that it wrote"
     ),
     "agent_killed": _infra("the agent was killed: SIGKILL, status 137, out of memory", open=True),
     "environment_failed": _infra("the sandbox did not start, or broke"),
@@ -87,7 +87,7 @@ ENDINGS: Mapping[str, Ending] = {
     "event_too_large": _infra("the finished sequence is no legal event"),
     "dead_letter": _infra("the dispatch was delivered too often"),
 }
-"""Every reason that the code gives. An adapter may end with another legal name: it is of class model."""
+"""Every reason that the code gives, and `cancelled`, which no verdict has. An adapter may end with another legal name: it is of class model."""
 
 REFUSALS: Mapping[str, str] = {
     "context_length_exceeded": "overlong",
@@ -125,6 +125,8 @@ def termination(ended: Ended) -> str:
     """The reason by which a program that is the whole agent ended; its table is in the module's text."""
     if ended.stopped == "time":
         return "agent_timeout"
+    if ended.stopped == "output":
+        return "agent_crashed"
     if ended.returncode == 0:
         return "completed"
     return "agent_killed" if ended.oom or ended.returncode == _KILLED else "agent_crashed"

@@ -88,6 +88,8 @@ async def _in(
     workspace: Workspace, trial: Trial, task: FolderTask, clock: Clock, act: Act, url: str
 ) -> Verdict:
     with clocked(trial.took, "start"):
+        # Who is no user there would be told so at each command, and that looks like what a policy did.
+        await _may_run(workspace, task.agent_user)
         history = await take(workspace) if task.hide_git else None
         await _as_root(workspace, f"head -c {_SPARE_BYTES} /dev/zero > {_SPARE} || rm -f {_SPARE}")
     left = _left(trial)
@@ -112,6 +114,14 @@ async def _in(
             deadline=time.monotonic() + left,
         )
     return Verdict(reward, reason)
+
+
+async def _may_run(workspace: Workspace, user: str) -> None:
+    ended = await workspace.run(["/bin/bash", "-c", ":"], timeout_s=_ROOT_S, user=user, output_bytes=4096)
+    if ended.returncode:
+        raise WorkspaceFailed(
+            f"user {user or 'of the Dockerfile'} runs no program in the workspace: it {ended.describe()}"
+        )
 
 
 async def _acted(workspace: Workspace, act: Act, url: str, seconds: float, slack_s: float) -> str:

@@ -108,7 +108,7 @@ class ShellHarness:
             output_bytes=_READ,
         )
         output = ended.stdout.decode(errors="replace")
-        if any(line.rstrip() == mark for line in output.splitlines()):
+        if submitted(output, mark):
             return Said("", done=True)
         return Said(told(ended, output, self._options.output_bytes))
 
@@ -122,11 +122,19 @@ def script(command: str, mark: str) -> str:
     )
 
 
+def submitted(output: str, mark: str) -> bool:
+    """Whether a line of the output is the mark."""
+    # First as a whole: an output may have two million lines.
+    return mark in output and any(line.rstrip() == mark for line in output.splitlines())
+
+
 def told(ended: Ended, output: str, most: int) -> str:
     """What the policy is told of a command: its output, cut in the middle to about `most` bytes, and how it ended."""
     said = cut(output, most)
     if ended.stopped == "time":
         notes = f"[stopped: the command ran over its limit of time, {ended.seconds:.0f} s]"
+    elif ended.stopped:
+        notes = "[stopped: the command wrote more than it may]"
     elif ended.oom:
         notes = f"[exit status {ended.returncode}; something was killed, out of memory]"
     elif ended.returncode:

@@ -6,7 +6,8 @@ Promises:
 - the verifier is run by /bin/bash itself, with the environment of the task, never one of the agent's: a `bash` in a folder of
   PATH decides nothing, and folders of PATH that the agent's user may write to are left out, where that user is not root;
 - a verdict is what a verifier wrote that came to its end. A missing one (hung, killed, nothing written, no number) makes the
-  verifier run again, never the agent; then it raises. A missing verdict is never a reward.
+  verifier run again, never the agent; then it raises. A missing verdict is never a reward;
+- what is done before a run, and the run, end by the deadline.
 
 The files are Harbor's: tests/ at /tests, the reward in /logs/verifier/reward.json, else in /logs/verifier/reward.txt.
 What it does not close: an agent that is root in the workspace can change /bin/bash itself. Give such tasks an `[agent] user`.
@@ -14,6 +15,7 @@ What it does not close: an agent that is root in the workspace can change /bin/b
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -32,13 +34,15 @@ REWARD_BYTES = 64 << 10
 OUTPUT_BYTES = 256 << 10
 """Of the verifier's output that is kept: its end."""
 _SETUP_S = 60.0
+_LONGEST_S = 7 * 86400.0
+"""Without a deadline, which is a verification by hand."""
 _KILLED = frozenset({128 + 9, 128 + 15})
 _ROOT = frozenset({"", "root", "0"})
 
-# /logs and /tests may be links by now: what they lead to is neither removed nor written to. The workdir may be gone.
+# /logs and /tests may be links or files by now: what they lead to is neither removed nor written to. The workdir may be gone.
 _CLEAR = """
 set -e
-[ ! -L /logs ] || rm -f /logs
+if [ -L /logs ] || [ ! -d /logs ]; then rm -f /logs; fi
 rm -rf /tests /logs/verifier
 mkdir -p /logs/verifier
 [ -d "$1" ] || { rm -f "$1"; mkdir -p "$1"; }
@@ -82,10 +86,10 @@ async def verify(
     environment = dict(task.verifier_env)
     failed = VerifierFailed("verifier_timeout", "no time was left to run the verifier")
     for attempt in range(1, attempts + 1):
-        if deadline - time.monotonic() <= 0:
+        if _left(deadline) <= 0:
             break
         if attempt == 1 and task.agent_user not in _ROOT and "PATH" not in environment:
-            environment["PATH"] = await _path(workspace, task.agent_user)
+            environment["PATH"] = await _path(workspace, task.agent_user, deadline)
         suffix = "" if attempt == 1 else f"-{attempt}"
         try:
             return await _once(workspace, task, environment, timeout_s, deadline, artefacts, suffix)
@@ -103,14 +107,18 @@ async def _once(
     artefacts: Artefacts,
     suffix: str,
 ) -> float:
-    await _prepare(workspace, _CLEAR, workspace.workdir)
-    await workspace.put(task.folder / "tests", TESTS)
-    await _prepare(workspace, _HAND_OVER, task.verifier_user)
+    await _prepare(workspace, deadline, _CLEAR, workspace.workdir)
+    try:
+        async with asyncio.timeout(_left(deadline)):
+            await workspace.put(task.folder / "tests", TESTS)
+    except TimeoutError as error:
+        raise VerifierFailed("verifier_timeout", "its files were not brought in within its time") from error
+    await _prepare(workspace, deadline, _HAND_OVER, task.verifier_user)
     script = bash(task.folder / "tests" / "test.sh", f"{TESTS}/test.sh")
     ended = await workspace.run(
         # One stream for both outputs keeps them in order.
         ["/bin/bash", "-c", 'exec "$@" 2>&1', "bash", *script],
-        timeout_s=max(0.0, min(timeout_s, deadline - time.monotonic())),
+        timeout_s=min(timeout_s, _left(deadline)),
         env=environment,
         user=task.verifier_user,
         output_bytes=OUTPUT_BYTES,
@@ -173,16 +181,22 @@ async def _reward_file(workspace: Workspace) -> tuple[str, bytes] | None:
     return None
 
 
-async def _path(workspace: Workspace, user: str) -> str:
-    ended = await workspace.run(["/bin/bash", "-c", _KEPT_PATH], timeout_s=_SETUP_S, user=user)
+def _left(deadline: float) -> float:
+    return min(_LONGEST_S, max(0.0, deadline - time.monotonic()))
+
+
+async def _path(workspace: Workspace, user: str, deadline: float) -> str:
+    limit_s = min(_SETUP_S, _left(deadline))
+    ended = await workspace.run(["/bin/bash", "-c", _KEPT_PATH], timeout_s=limit_s, user=user)
     if ended.returncode != 0 or ended.stopped:
         raise WorkspaceFailed(f"PATH cannot be told in the workspace: the program {ended.describe()}")
     return ended.stdout.decode(errors="surrogateescape")
 
 
-async def _prepare(workspace: Workspace, script: str, *arguments: str) -> None:
+async def _prepare(workspace: Workspace, deadline: float, script: str, *arguments: str) -> None:
+    limit_s = min(_SETUP_S, _left(deadline))
     ended = await workspace.run(
-        ["/bin/sh", "-c", script, "sh", *arguments], timeout_s=_SETUP_S, cwd="/", user="root"
+        ["/bin/sh", "-c", script, "sh", *arguments], timeout_s=limit_s, cwd="/", user="root"
     )
     if ended.returncode != 0 or ended.stopped:
         raise WorkspaceFailed(f"the workspace cannot be made ready for the verifier: it {ended.describe()}")

@@ -7,8 +7,8 @@ Promises, beside those of `pipeline.log.serving.serve_work`, which it wraps:
   back;
 - whatever a tenant's code raises, in its own task or in one that it started, costs its own delivery and nobody else's;
 - a tenant that blocks the loop is named in the log with its stack; its log lines carry its name (`pipeline.hosts.tenant`);
-- what it waits for is measured, and reported every other second (`pipeline.hosts.report`); the report costs no tenant anything,
-  whatever the broker does.
+- what it waits for is measured, and reported every other second (`pipeline.hosts.report`), that it drains or has ended at once;
+  the report costs no tenant anything, whatever the broker does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from nats.errors import Error as NatsError
 from pipeline.harnesses.blocking import THREADS, Threads
 from pipeline.hosts import tenant, usage
 from pipeline.hosts.metrics import Measures
-from pipeline.hosts.report import EVERY_S, HostReport, Reporter
+from pipeline.hosts.report import EVERY_S, HostReport, Reporter, State
 from pipeline.hosts.tenant import Tenant
 from pipeline.hosts.waits import OF_TENANT, SLOTS, Recent, Window
 from pipeline.hosts.watchdog import LIMIT_S, Watchdog
 from pipeline.log import Delivery, Log, Work, end_tasks, serve_work
 from pipeline.log.serving import LastWord
 
+FILES = 4
+"""Open files of a tenant, about: its connections, and the sockets and pipes of its workspace."""
 _PENDING_S = 1.0
 _LAST_S = 3.0
 """For the last report, which is what is known of the host from then on."""
@@ -65,11 +67,12 @@ class Host:
         logger: logging.Logger = _LOG,
     ) -> None:
         self.place = place
+        self._logger = logger
         self.capacity = capacity
         self.measures = measures
         self.watchdog = Watchdog(limit_s, logger)
         self.threads = Threads(threads, measures.waits) if threads else None
-        self.state = "serving"
+        self.state: State = "serving"
         self.done = 0
         self.pending = 0
         self._reporter = Reporter(log)
@@ -95,11 +98,20 @@ class Host:
         *,
         drain_s: float = 0.0,
         hurry: asyncio.Event | None = None,
+        over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Until `stop`, and then the end of the drain. Raises what `serve_work` does."""
+        """Until `stop`, and then the end of the drain. Raises what `serve_work` does.
+
+        over: called once no tenant is left, before anything that may take long.
+        """
         tenant.install(asyncio.get_running_loop())
         THREADS.set(self.threads)
         OF_TENANT.set(self.measures.waits)
+        if (files := usage.allow_files()) < (wanted := FILES * self.capacity):
+            self._logger.warning(
+                "%d tenants may need %d open files, and the process may have %d: raise the hard limit (ulimit -Hn), or give the "
+                "host fewer tenants", self.capacity, wanted, files,
+            )  # fmt: skip
         self.watchdog.start()
         self.measures.hosts.append(self.status)
         tasks = [asyncio.create_task(self._report(work)), asyncio.create_task(self._note_stop(stop))]
@@ -110,6 +122,7 @@ class Host:
         try:
             await serve_work(work, self.capacity, handled, stop, last_word, drain_s=drain_s, hurry=hurry)
         finally:
+            over()
             await end_tasks(tasks)
             self.measures.hosts.remove(self.status)
             self.watchdog.stop()
@@ -142,6 +155,7 @@ class Host:
     async def _note_stop(self, stop: asyncio.Event) -> None:
         await stop.wait()
         self.state = "draining"
+        await self._reporter.put(self.status())
 
     async def _report(self, work: Work) -> None:
         while True:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from datetime import UTC, datetime
+from typing import Literal
 
 from nats.errors import Error as NatsError
 from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NoKeysError
 from nats.js.kv import KeyValue
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.hosts.waits import Window
 from pipeline.log.log import Log
@@ -34,6 +35,9 @@ _AT_ONCE = 64
 _PUT_S = 1.0
 
 
+State = Literal["serving", "draining", "stopped"]
+
+
 class HostReport(BaseModel):
     """One host at one moment. Lags in seconds, of the last minute; `waits` in seconds, of the last `wall_s`."""
 
@@ -41,12 +45,12 @@ class HostReport(BaseModel):
 
     host: Name
     service: Name
-    pool: str = ""
+    pool: Name | Literal[""] = ""
     machine: str = ""
     pid: int = 0
-    time: datetime
+    time: AwareDatetime
     up_s: float = 0.0
-    state: str = "serving"
+    state: State = "serving"
     tenants: int = Field(0, ge=0)
     capacity: int = Field(1, ge=1)
     done: int = Field(0, ge=0)

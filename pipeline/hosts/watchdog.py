@@ -60,13 +60,13 @@ class Watchdog:
 
     def lag_s(self, q: float) -> float:
         """The q-quantile of the last minute's lateness, seconds; the open block, if there is one, is among it."""
-        known = sorted([*self.lags, max(0.0, time.monotonic() - self._due)])
+        known = sorted([*self.lags, *_moments(max(0.0, time.monotonic() - self._due))][-_KEPT:])
         return known[min(len(known) - 1, int(q * len(known)))]
 
     def _beat(self) -> None:
         now = time.monotonic()
         late = max(0.0, now - self._due)
-        self.lags.append(late)
+        self.lags.extend(_moments(late))
         self.late_s += late
         if late > self.limit_s:
             self._held_s = late
@@ -99,6 +99,11 @@ class Watchdog:
             extra={"tenant": who},
         )
         return who
+
+
+def _moments(late_s: float) -> list[float]:
+    """The lateness at each beat of a block: of a long one all of them count, and not its end alone."""
+    return [late_s - BEAT_S * number for number in range(min(_KEPT, 1 + int(late_s / BEAT_S)))]
 
 
 def _stack(frame: FrameType | None) -> str:

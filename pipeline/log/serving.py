@@ -78,6 +78,10 @@ async def serve_work(
                 if held is not None and not held.settled:
                     held.renew(delivery)
                     continue
+                if stop.is_set():
+                    # It came with the stop. A task that is cancelled before it began could not hand it back.
+                    await _hand_back(delivery, 0.0)
+                    continue
                 in_hand[delivery.seq] = delivery
                 task = asyncio.create_task(_handle(work, delivery, handler, bury))
                 running.add(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 
@@ -11,7 +12,7 @@ from aiohttp import web
 from pipeline.capture.journal import HostJournal
 from pipeline.capture.recovery import Recovery
 from pipeline.capture.renderers.choose import load_renderer
-from pipeline.capture.rules import load_rules
+from pipeline.capture.rules import load_rules, pool_rules
 from pipeline.capture.secret import load_run_key
 from pipeline.capture.server import Capture
 from pipeline.engines.client import open_engine
@@ -38,11 +39,15 @@ async def serve(ctx: Context) -> None:
     renderer = load_renderer(
         policy_dir(given.policy), given.renderer, given.tool_parser, given.reasoning_parser
     )
-    rules = {pool.name: load_rules(pool.rules) for pool in config.pools}
+    rules = {pool.name: load_rules(pool_rules(pool)) for pool in config.pools}
     name = f"al-{ctx.index}-{secrets.token_hex(4)}"
     token_file = config.engine.token_file
     token = read_secret(token_file, "engine.token_file") if token_file else None
     journal = _journal(settings.journal_dir, name)
+    # Closed when no session is left, and before all else: whoever gets what was handed back looks for it there.
+    held = contextlib.ExitStack()
+    if journal is not None:
+        held.callback(journal.close)
     recovery = Recovery(settings.journal_dir) if settings.journal_dir else None
     engine = MeasuredEngine(open_engine(config.engine, token, settings.trial_budget_s), ctx.measures.waits)
     capture = Capture(run_key, renderer, engine, config.engine.max_context)
@@ -62,7 +67,13 @@ async def serve(ctx: Context) -> None:
         )
         host = Host(ctx.log, Place(ctx.name, "agent-loop"), settings.tenants, ctx.measures, logger=ctx.logger)
         serving = host.serve(
-            work, sequences.handle, ctx.stop, sequences.last_word, drain_s=ctx.drain_s, hurry=ctx.hurry
+            work,
+            sequences.handle,
+            ctx.stop,
+            sequences.last_word,
+            drain_s=ctx.drain_s,
+            hurry=ctx.hurry,
+            over=held.close,
         )
         tasks.append(asyncio.create_task(serving))
         tasks.append(asyncio.create_task(sequences.follow_verdicts()))
@@ -74,9 +85,7 @@ async def serve(ctx: Context) -> None:
             task.result()
     finally:
         await end_tasks(tasks)
-        # First of all: whoever gets what was handed back looks for it there.
-        if journal is not None:
-            journal.close()
+        held.close()
         await runner.cleanup()
         await engine.close()
 

@@ -172,7 +172,7 @@ class Host:
                 await delivery.ack()
                 return
             if len(opened) >= self._config.max_attempts:
-                if (left := self._left(opened[-1])) > 0:
+                if (left := self._left(opened[-1])) > 0 and not await self._hopeless(opened[-1]):
                     # Its host may live, and only have been out of the broker's sight: what it finishes is not to be lost.
                     await delivery.retry(left)
                     return
@@ -272,6 +272,18 @@ class Host:
             return None
         async with self._collecting:
             return await asyncio.to_thread(self._recovery.session, opened.host, opened.session)
+
+    async def _hopeless(self, opened: Event) -> bool:
+        """Whether it is known that the attempt's host finishes it no more: it is dead, or the verdict is a failure."""
+        fact = opened.fact
+        assert isinstance(fact, SequenceOpened)
+        verdict = await self._ctx.log.last(SequenceVerified.type, fact.host, fact.id())
+        if verdict is not None and isinstance(verdict.fact, SequenceVerified) and verdict.fact.failure:
+            return True
+        if self._recovery is None:
+            return False
+        async with self._collecting:
+            return await asyncio.to_thread(self._recovery.dead, fact.host)
 
     async def _verdict(self, opened: Event, found: Recovered) -> SequenceVerified | None:
         """The attempt's verdict, once it is there: its host may have died while the agent's work was verified. An agent

@@ -2,7 +2,7 @@
 
 Promises:
 - nothing is started, listened on or written, and no heavy package is imported;
-- other people's code, `module:name`, is imported in a process of its own (`services.cli.plugins`), as a host would
+- other people's code, `module:name` or an entry point's, is imported in a process of its own (`services.cli.plugins`), as a host would
   import it, never in this one;
 - all faults are told at once, each with its place; whether a harness takes its sources is asked when there are none.
 """
@@ -87,7 +87,7 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
     for i, pool in enumerate(config.pools):
         if pool.python:
             need(("pools", i, "python"), _check_python, pool.python)
-        if ":" in pool.harness or pool.python:
+        if ":" in pool.harness or pool.python or pool.harness in harnesses.named():
             asked.append((("pools", i, "harness"), Asked("harness", pool.harness, pool.options, pool.python)))
         else:
             need(("pools", i, "harness"), _check_harness, pool)
@@ -107,7 +107,15 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
             asked.append((kind, Asked("environment", source.environment.kind, given, python)))
         else:
             need(kind, _check_environment, source.environment)
-        if (pool := pools[source.pool]).harness not in _WITHOUT_CHECK:
+        if (pool := pools[source.pool]).harness in _WITHOUT_CHECK:
+            if source.environment.kind == "harbor":
+                found.append(
+                    (
+                        kind,
+                        f"environment.kind 'harbor' needs a harness that works in a workspace, which {pool.harness!r} does not: give the source a pool whose harness is shell or harbor",
+                    )
+                )
+        else:
             both = {
                 "options": pool.options,
                 **source.model_dump(mode="json", include={"environment", "behaviour"}),

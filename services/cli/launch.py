@@ -56,6 +56,7 @@ from services.cli.runs import (
     choose,
     host_places,
     interpreter,
+    longest_drain,
     resumed,
     store_url,
     unit_arguments,
@@ -326,15 +327,17 @@ class _Launch:
             await asyncio.sleep(_DISK_S)
 
     async def _stop_services(self) -> None:
-        services = [name for name in self.supervisor.units() if name != "broker"]
         over = self.view.stopped is not None
-        loop, pools = self.config.agent_loop, self.config.pools
-        # Hosts of a run that is over do not wait for their tenants.
-        grace_s = _GRACE_S + (0.0 if over else max(loop.drain_s, *(pool.drain_s for pool in pools)))
-        stops = [self.supervisor.stop(services, grace_s)]
+        # Hosts of a run that is over do not wait for their tenants; what others' tenants end with is the engine's work.
+        drain_s = 0.0 if over else longest_drain(self.config)
+        last = {"broker", "engine"} if drain_s else {"broker"}
+        stops = [
+            self.supervisor.stop([n for n in self.supervisor.units() if n not in last], _GRACE_S + drain_s)
+        ]
         if self.actors is not None:
-            stops.append(self.actors.stop(grace_s, self._journal() if over else ""))
+            stops.append(self.actors.stop(_GRACE_S + drain_s, self._journal() if over else ""))
         await asyncio.gather(*stops)
+        await self.supervisor.stop(["engine"], _GRACE_S)
 
     def _journal(self) -> str:
         """Name of the run's journals on the nodes of a cluster, the same when it is resumed; empty: configured."""

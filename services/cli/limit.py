@@ -45,21 +45,26 @@ def told(concurrency: int) -> str:
 
 def show(config: Path | None, directory: Path, run: str | None, as_json: bool, write: Write) -> None:
     """Writes what holds, pools first."""
-    for row in asyncio.run(_show(find_run(config, directory, run))):
+    for row in asyncio.run(_rows(find_run(config, directory, run))):
         write(orjson.dumps(asdict(row)).decode() if as_json else row.line())
 
 
-async def _show(config: RunConfig) -> list[Row]:
+async def _rows(config: RunConfig) -> list[Row]:
     async with open_log(config) as log:
-        events = await changes(log)
+        return await rows(config, log)
+
+
+async def rows(config: RunConfig, log: Log) -> list[Row]:
+    """What holds, pools first. Waits while the broker is away."""
+    events = await changes(log)
     kinds: Sequence[tuple[Of, Sequence[Pool | Source]]] = (("pool", config.pools), ("source", config.sources))
-    rows: list[Row] = []
+    found: list[Row] = []
     for of, sections in kinds:
         for section in sections:
             fact = newest(events, of, section.name)
             now, number = (fact.concurrency, fact.number) if fact else (section.concurrency, 0)
-            rows.append(Row(of, section.name, now, section.concurrency, number))
-    return rows
+            found.append(Row(of, section.name, now, section.concurrency, number))
+    return found
 
 
 def put(

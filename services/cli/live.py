@@ -17,7 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from schemas.envelope import Event
-from schemas.facts import BatchYielded, PolicyPublished, RunStarted, SampleCompleted, StepTrained
+from schemas.facts import (
+    BatchYielded,
+    LimitChanged,
+    PolicyPublished,
+    RunStarted,
+    SampleCompleted,
+    StepTrained,
+)
+from services.cli.limit import told
 from services.dashboard import Mean, SourceView, StepRow, View
 
 _REDRAW_S = 0.25
@@ -111,6 +119,8 @@ def event_line(view: View, event: Event) -> str | None:
             return f"step {fact.step}: trained in {fact.seconds:.1f} s, loss {fact.loss:.4f}, kl {fact.kl:.4f}, {fact.loss_tokens} loss tokens"
         case PolicyPublished() as fact:
             return f"step {fact.step}: policy version {fact.step} published"
+        case LimitChanged() as fact:
+            return f"{fact.of} {fact.name}: {told(fact.concurrency)} from now on"
         case SampleCompleted() as fact if view.source(fact.source).evaluate:
             source = view.source(fact.source)
             version = max(source.evaluations)
@@ -154,6 +164,11 @@ def render(view: View, restarts: Counter[str], now: datetime) -> RenderableType:
     )  # fmt: skip
     restarted = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()) if count) or "none"
     parts = [head, sources_table(view), steps_table(view), Text(f"restarts: {restarted}", style="dim")]
+    if view.limits:
+        limits = ", ".join(
+            f"{of} {name} {told(fact.concurrency)}" for (of, name), fact in view.limits.items()
+        )
+        parts.append(Text(f"limits changed: {limits}", style="dim"))
     if doing := waiting(view):
         parts.insert(1, Text(doing, style="yellow"))
     return Group(*parts)

@@ -96,38 +96,11 @@ def demo(
     _launch(Path(__file__).with_name(name), given, fresh, plain)
 
 
+@app.command(
+    "up", help="As `run`: with --ray the rollout hosts are on a Ray cluster, all else on this machine."
+)
 @app.command()
 def run(
-    file: ConfigArgument,
-    steps: Steps = None,
-    policy: Policy = None,
-    run_name: RunName = None,
-    directory: Directory = None,
-    nats: Nats = None,
-    nats_token_file: NatsTokenFile = None,
-    store: Store = None,
-    store_endpoint: StoreEndpoint = None,
-    store_credentials: StoreCredentials = None,
-    fresh: Fresh = False,
-    plain: Plain = False,
-) -> None:
-    """Run a configuration, all processes on this machine."""
-    given = (
-        steps,
-        policy,
-        run_name,
-        directory,
-        nats,
-        nats_token_file,
-        store,
-        store_endpoint,
-        store_credentials,
-    )
-    _launch(file, given, fresh, plain)
-
-
-@app.command()
-def up(
     file: ConfigArgument,
     ray: Annotated[
         str,
@@ -147,7 +120,7 @@ def up(
     fresh: Fresh = False,
     plain: Plain = False,
 ) -> None:
-    """Run a configuration with its rollout hosts on a Ray cluster, all else on this machine; without --ray as `run`."""
+    """Run a configuration, all processes on this machine."""
     given = (
         steps,
         policy,

@@ -66,20 +66,22 @@ def problem(asked: Asked) -> str | None:
 
 
 def _source(asked: Asked) -> str | None:
-    """What the harness says to the source. That either is no such thing is told where it is named."""
+    """What the environment says to its options, and the harness to the source. That either is no such thing is told where
+    it is named."""
     try:
         check = getattr(resolve(asked.name, asked.settings["options"]), "check", None)
     except (Exception, SystemExit):
         return None
-    if check is None:
-        return None
     given = Environment.model_validate(asked.settings["environment"])
+    if ":" in given.kind and check is None:
+        return None
     try:
         environment = make_environment(given)
     except (Exception, SystemExit) as error:
         return None if ":" in given.kind else _line(f"environment.kind {given.kind!r}: {error}")
     try:
-        check(environment, Behaviour.model_validate(asked.settings["behaviour"]))
+        if check is not None:
+            check(environment, Behaviour.model_validate(asked.settings["behaviour"]))
     except ValueError as error:
         return _line(str(error))
     return None

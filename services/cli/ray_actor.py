@@ -66,11 +66,11 @@ def host_task(config: RunConfig, service: str, index: int, pool: str, journal: s
 
 
 class RolloutHost:
-    """The actor. `run` is called once in a process; the other methods while it runs."""
+    """The actor. `run` serves once in a process; the other methods are called while it does."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stopping = False
+        self._begun = self._stopping = False
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def where(self) -> tuple[str, int]:
@@ -79,6 +79,11 @@ class RolloutHost:
 
     def run(self, task: HostTask) -> None:
         """Until the service has ended. Raises HostFailed."""
+        with self._lock:
+            again, self._begun = self._begun, True
+        if again:
+            # Its launcher could not reach it for a while, and takes it for a new process: two hosts would have one name.
+            raise HostFailed("it has run in this process before; Ray is asked for a new one")
         here = version("packtrain")
         if here != task.version:
             raise HostFailed(

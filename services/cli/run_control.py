@@ -34,8 +34,10 @@ from services.cli.reach import (
     inside,
     read_record,
 )
+from services.cli.runs import longest_drain
 
 STOP_S = 60.0
+"""What a launcher may take to stop, beside its hosts' drain."""
 _CONNECT_S = 10.0
 Say = Callable[[str], None]
 
@@ -96,7 +98,7 @@ async def ending(log: Log) -> str | None:
 
 def stop(directory: Path, run: str, say: Say) -> None:
     """Stops the launcher of the run. Raises LaunchError when none is here, or it does not stop."""
-    home_of(directory, run)
+    home = home_of(directory, run)
     running = launcher.find_launcher(directory)
     if running is None or running.run != run:
         here = (
@@ -108,7 +110,7 @@ def stop(directory: Path, run: str, say: Say) -> None:
             f"run {run} is not launched from here ({here}); packtrain runs stop {run} --cancel{inside(directory)} ends it for good, "
             "wherever its services run"
         )
-    launcher.stop(directory, running, STOP_S)
+    launcher.stop(directory, running, STOP_S + longest_drain(read_record(home / RECORD)))
     over = asyncio.run(_ending(directory, run))
     say(
         f"run {run} is over: {over}"

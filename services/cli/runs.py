@@ -180,6 +180,11 @@ def host_places(config: RunConfig) -> list[HostPlace]:
     return hosts
 
 
+def longest_drain(config: RunConfig) -> float:
+    """Seconds that some host of the run may take to let its tenants end when it is told to stop."""
+    return max(config.agent_loop.drain_s, *(pool.drain_s for pool in config.pools))
+
+
 def interpreter(config: RunConfig, arguments: Sequence[str]) -> str:
     """What runs a service with these arguments of `packtrain service`: its pool's own Python, or this one."""
     if "--pool" in arguments:

@@ -2,7 +2,8 @@
 
 Promises:
 - every host that the configuration has is told: one that never reported, or not for `SILENT_S`, is silent, and how long;
-- what binds is said of the hosts that are not silent, by `pipeline.hosts.waits.binding`;
+- what binds is said of the hosts that are not silent, by `pipeline.hosts.waits.binding`; the limits that hold beside it, for a
+  pool or a source that is held back by its own waits for no resource;
 - it reads, and changes nothing.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from nats.errors import Error as NatsError
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -24,6 +26,8 @@ from pipeline.hosts.report import EVERY_S, SILENT_S, HostReport, reports
 from pipeline.hosts.waits import RESOURCES, Binding, Window, binding
 from pipeline.log import Log
 from schemas.config import RunConfig
+from services.cli import limit
+from services.cli.embedded import LaunchError
 from services.cli.reach import find_run, open_log
 from services.cli.summary import size
 
@@ -53,6 +57,8 @@ class Status:
     rows: tuple[Row, ...]
     unreadable: int
     binding: Binding
+    limits: tuple[limit.Row, ...] = ()
+    """Those that there are."""
 
 
 def expected(config: RunConfig) -> dict[str, tuple[str, str]]:
@@ -63,8 +69,14 @@ def expected(config: RunConfig) -> dict[str, tuple[str, str]]:
     return hosts
 
 
-def status_of(config: RunConfig, found: Sequence[HostReport], unreadable: int, now: datetime) -> Status:
-    """What the reports come to at that time. Pure."""
+def status_of(
+    config: RunConfig,
+    found: Sequence[HostReport],
+    unreadable: int,
+    now: datetime,
+    limits: Sequence[limit.Row] = (),
+) -> Status:
+    """What the reports, and the limits that hold, come to at that time. Pure."""
     known = {report.host: report for report in found}
     hosts = expected(config) | {report.host: (report.service, report.pool) for report in found}
     rows: list[Row] = []
@@ -80,7 +92,8 @@ def status_of(config: RunConfig, found: Sequence[HostReport], unreadable: int, n
                 before = windows.get(where)
                 windows[where] = report.window() if before is None else before + report.window()
         rows.append(row)
-    return Status(config.run, tuple(rows), unreadable, binding(windows))
+    there = tuple(row for row in limits if row.concurrency)
+    return Status(config.run, tuple(rows), unreadable, binding(windows), there)
 
 
 def lines(status: Status) -> list[dict[str, Any]]:
@@ -95,7 +108,8 @@ def lines(status: Status) -> list[dict[str, Any]]:
         )
     found = status.binding
     last = {"run": status.run, "binding": found.resource, "where": found.where, "share": found.share}
-    return [*out, {**last, "why": found.why(), "unreadable": status.unreadable}]
+    limits = [{"of": row.of, "name": row.name, "concurrency": row.concurrency} for row in status.limits]
+    return [*out, {**last, "why": found.why(), "unreadable": status.unreadable, "limits": limits}]
 
 
 def view(status: Status) -> Group:
@@ -123,7 +137,8 @@ def view(status: Status) -> Group:
             waits(said.window().shares()),
         )
     silent = [row.host for row in status.rows if row.silent]
-    told = [f"binding: {status.binding.why()}"]
+    told = [f"limit: {row.line()}" for row in status.limits]
+    told.append(f"binding: {status.binding.why()}")
     if silent:
         told.insert(0, f"silent: {', '.join(silent)}")
     if status.unreadable:
@@ -172,9 +187,14 @@ async def _show(
 
 
 async def look(config: RunConfig, log: Log) -> Status:
-    """The run's status now."""
-    found, unreadable = await reports(log)
-    return status_of(config, found, unreadable, datetime.now(UTC))
+    """The run's status now. Raises LaunchError when the broker goes away meanwhile."""
+    try:
+        found, unreadable = await reports(log)
+        limits = await limit.rows(config, log)
+    except (NatsError, OSError, TimeoutError) as error:
+        said = str(error) or type(error).__name__
+        raise LaunchError(f"broker {config.broker.url} does not answer: {said}") from error
+    return status_of(config, found, unreadable, datetime.now(UTC), limits)
 
 
 def _print(status: Status, as_json: bool, console: Console, write: Callable[[str], None]) -> None:

@@ -1,6 +1,7 @@
 """The harness host as a service: one pool's codebase and environments, and the pool's work in the log.
 
-It holds `tenants` trials, drains and is watched as every host is (`pipeline.hosts.host`).
+It holds `tenants` trials, drains and is watched as every host is (`pipeline.hosts.host`). Before its first trial it removes
+what killed hosts of this machine left of their workspaces.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 from pipeline.capture.secret import load_run_key
 from pipeline.harnesses.base import Harness, Trial, Verdict, resolve
 from pipeline.harnesses.environments.base import make_environment
+from pipeline.harnesses.environments.folders import FolderEnvironment
 from pipeline.hosts.host import Host, Place
 from pipeline.hosts.metrics import Measures
 from pipeline.log import end_tasks
@@ -56,6 +58,9 @@ async def serve(ctx: Context) -> None:
     environments = {
         s.name: make_environment(s.environment) for s in ctx.config.sources if s.pool == pool.name
     }
+    for environment in environments.values():
+        if isinstance(environment, FolderEnvironment) and (swept := await environment.workspaces.sweep()):
+            ctx.logger.info("removed what killed hosts left of %d workspaces", swept)
     trials = Trials(ctx, Measured(harness, pool.name, ctx.measures), environments, run_key)
     limit = Limit(ctx.log, "pool", pool.name, pool.concurrency)
     work = await ctx.log.work(

@@ -12,7 +12,7 @@ import asyncio
 import logging
 
 from pipeline.capture.secret import without_secrets
-from pipeline.store import ObjectExists, ObjectStore, StoreUnavailable
+from pipeline.store import ObjectStore, StoreError
 from schemas.facts import Artefact
 from schemas.keys import artefact_key
 
@@ -47,7 +47,7 @@ class Stored:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 ref = await self._store.create(key, cut(text.encode("latin-1")))
-        except (StoreUnavailable, ObjectExists, TimeoutError) as error:
+        except (StoreError, TimeoutError) as error:
             self._left_out(name, str(error) or type(error).__name__)
         else:
             self.kept.append(Artefact(name=name, ref=ref))

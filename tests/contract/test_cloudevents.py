@@ -19,7 +19,7 @@ from nats.js.api import RawStreamMsg
 from pipeline.log import Log
 from schemas.documents import DEAD_LETTER
 from schemas.envelope import EXPECTED_LAST, Event, Invalid, decode, encode
-from schemas.facts import FACTS, Fact, Failure, SequenceFailed, SequenceScored
+from schemas.facts import FACTS, Fact, Failure, LimitChanged, SequenceFailed, SequenceScored
 from schemas.names import dead_letter_subject, stream_name
 from schemas.payload import PayloadHeader
 from tests.natsserver import NatsServer
@@ -33,6 +33,7 @@ FAILED = SequenceFailed(
     attempts=5,
     failure=Failure(kind="infra", reason="engine_unavailable", detail='connection refused: "ÄÖ %41" 100 %'),
 )
+LIMITED = LimitChanged(of="pool", name="chat", number=2, concurrency=16)
 SCORED = SequenceScored(
     source="math",
     sample="math-000001",
@@ -44,6 +45,7 @@ SCORED = SequenceScored(
 EXAMPLES: dict[str, Fact] = {
     **{event.fact.type: event.fact for event in reversed(demo_events())},
     FAILED.type: FAILED,
+    LIMITED.type: LIMITED,
     SCORED.type: SCORED,
 }
 CAUSE = demo_events()[7]

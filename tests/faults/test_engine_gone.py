@@ -28,7 +28,7 @@ from services.cli.embedded import free_port
 from tests.capture_parts import ScriptedEngine
 from tests.rollout_stage import Stage, configuration, staged, write_policy
 
-OUTAGE_S = float(os.environ.get("PACKTRAIN_OUTAGE_S", "5"))
+OUTAGE_S = float(os.environ.get("PACKTRAIN_OUTAGE_S", "3"))
 pytestmark = pytest.mark.timeout(60 + 10 * OUTAGE_S)
 
 

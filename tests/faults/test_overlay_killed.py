@@ -15,7 +15,7 @@ import pytest
 from pipeline.harnesses.kernel import MOUNT_POINT
 from pipeline.harnesses.workspaces import cgroups
 from pipeline.harnesses.workspaces.overlay import OverlayWorkspaces
-from tests.workspace_parts import groups, mounts, processes, refusal, spec
+from tests.workspace_parts import groups, mounts, processes, refusal, roots, spec
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,13 +50,14 @@ async def test_a_killed_hosts_workspaces_die_with_it_and_are_swept(tmp_path: Pat
         assert host.stdout is not None
         assert host.stdout.readline() == b"running\n"
         until(lambda: len(processes(MARK)) >= 8)
+        assert len(roots(host.pid)) >= 4
         left = [group for number in range(4) for group in groups(f"killed{number}")]
         assert left
     finally:
         host.send_signal(signal.SIGKILL)
         host.communicate()
     until(lambda: not processes(MARK))
-    until(lambda: not processes(f"overlay_init import main; main() .* {host.pid}"))
+    until(lambda: not roots(host.pid))
     assert mounts() == [MOUNT_POINT]
 
     async with OverlayWorkspaces().open(spec("living", tmp_path)) as living:

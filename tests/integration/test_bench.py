@@ -100,3 +100,31 @@ def test_the_capture_benchmark_measures_all_that_it_names_with_the_least_load(tm
     # These two do not depend on how busy the machine is.
     assert figures["capture.long.memory"]["value"] <= figures["capture.long.memory"]["goal"]
     assert figures["capture.long.tokens"]["value"] >= 5_000
+
+
+HOSTS_FIGURES = {
+    *(f"hosts.tenants.4.{what}" for what in ("lag.p50", "lag.p99", "memory", "rate", "cpu")),
+    *(f"hosts.sandbox.{n}.{what}.{q}" for n in (1, 2) for what in ("start", "stop") for q in ("p50", "p99")),
+    *(f"hosts.balance.{when}.{what}" for when in ("late", "steady", "burst") for what in ("spread", "ratio")),
+}
+
+
+def test_the_benchmark_of_hosts_measures_all_that_it_names_with_the_least_load(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "bench" / "hosts.py"), "--least", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=True)
+    figures = {row["name"]: row for row in json.loads(file.read_text())}
+    # The trials' rows are for who has Harbor installed.
+    assert set(figures) == HOSTS_FIGURES
+    for row in figures.values():
+        assert set(row) == {"name", "value", "unit", "goal", "better", "against"}
+        assert row["better"] in ("higher", "lower")
+        assert row["value"] >= 0
+        assert row["against"] > 0
+        assert row["goal"] >= 0
+        assert row["name"] in done.stdout
+    # However busy the machine is: a host makes more calls than processes, in less memory, and all counts were counted.
+    assert figures["hosts.tenants.4.rate"]["value"] > figures["hosts.tenants.4.rate"]["against"]
+    assert figures["hosts.tenants.4.cpu"]["value"] < figures["hosts.tenants.4.cpu"]["against"] / 2
+    assert figures["hosts.tenants.4.memory"]["value"] < figures["hosts.tenants.4.memory"]["against"]
+    assert 1 <= figures["hosts.balance.burst.ratio"]["value"] <= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,14 +14,22 @@ import numpy as np
 import pytest
 
 import schemas.envelope
+from pipeline.capture.journal import HostJournal
 from pipeline.capture.secret import session_secret
 from pipeline.capture.server import Capture
 from pipeline.engines.client import EngineClient
-from pipeline.log import Log
+from pipeline.log import Delivery, Log
 from pipeline.store import ObjectStore
 from pipeline.store.payload import read_columns
 from schemas.config import Broker
-from schemas.facts import SequenceFailed, SequenceFinished, SequenceOpened
+from schemas.facts import (
+    Failure,
+    SequenceDispatched,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceOpened,
+    SequenceVerified,
+)
 from schemas.names import attempt_id
 from services import agent_loop, harness
 from services.agent_loop import host as hosts
@@ -134,6 +143,55 @@ async def test_attempts_whose_hosts_were_lost_are_bounded_by_the_log(
     assert isinstance(failed, SequenceFailed)
     assert (failed.attempts, failed.failure.reason) == (2, "attempts_lost")
     assert time.monotonic() - began > 1.5
+
+
+async def test_a_host_that_stops_between_a_result_and_its_acknowledgement_leaves_nothing_to_do(
+    stage: Callable[..., Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handlers are cancelled wherever they are: the next host finds the result, and opens no second attempt."""
+    s = stage()
+    s.engine.script = by_expression
+    acknowledge, reached = Delivery.ack, asyncio.Event()
+
+    async def never(delivery: Delivery) -> None:
+        if isinstance(delivery.event.fact, SequenceDispatched):
+            reached.set()
+            await asyncio.Event().wait()
+        await acknowledge(delivery)
+
+    monkeypatch.setattr(Delivery, "ack", never)
+    async with s.running((agent_loop.serve, ""), (harness.serve, "tools")):
+        sequence = await s.dispatch("calc")
+        assert isinstance(await s.outcome("calc", sequence), SequenceFinished)
+        await asyncio.wait_for(reached.wait(), 20)
+    monkeypatch.setattr(Delivery, "ack", acknowledge)
+    assert await s.pending("agent-loop") == 1
+    async with s.running((agent_loop.serve, "")), asyncio.timeout(20):
+        while await s.pending("agent-loop"):
+            await asyncio.sleep(0.02)
+    assert [len(await s.facts(type_)) for type_ in ("sequence.opened", "sequence.finished")] == [1, 1]
+    assert list((tmp_path / "journal").iterdir()) == []
+
+
+@pytest.mark.parametrize("known", ["its host is dead", "its trial has failed"])
+async def test_the_last_attempt_of_a_lost_host_is_not_waited_for_where_it_comes_to_nothing(
+    stage: Callable[..., Stage], tmp_path: Path, known: str
+) -> None:
+    """As the trial may have waited in its pool's queue, that would be a quarter of an hour."""
+    s = stage(max_attempts=1, trial_budget_s=600.0, queue_s=600.0)
+    sequence = await s.dispatch("calc")
+    opened = opened_elsewhere(sequence, 1, 600.0)
+    await s.log.publish(opened)
+    if known == "its host is dead":
+        os.close(HostJournal(tmp_path / "journal", opened.host)._lock)  # as the kernel does
+    else:
+        lost = Failure(kind="infra", reason="harness_lost")
+        verdict = opened.model_dump(include={"source", "sample", "sequence", "attempt", "host"})
+        await s.log.publish(SequenceVerified(**verdict, reward=None, termination="failed", failure=lost))
+    async with s.running((agent_loop.serve, "")):
+        failed = await s.outcome("calc", sequence, within_s=20)
+    assert isinstance(failed, SequenceFailed)
+    assert (failed.attempts, failed.failure.reason) == (1, "attempts_lost")
 
 
 async def test_an_engine_that_stays_old_fails_the_sequence_by_name(stage: Callable[..., Stage]) -> None:

@@ -12,12 +12,14 @@ from datetime import UTC, datetime, timedelta
 import aiohttp
 import pytest
 from nats.aio.client import Client
+from nats.errors import NoRespondersError
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.config import load
 from pipeline.hosts.host import Host, Place
 from pipeline.hosts.metrics import BadBind, Measures, serving
 from pipeline.hosts.report import SILENT_S, HostReport, Reporter, reports
+from pipeline.hosts.waits import SLOTS
 from pipeline.log import Delivery, Log, end_tasks
 from pipeline.log import pull as pulls
 from pipeline.log import serving as loops
@@ -25,6 +27,9 @@ from pipeline.log import work as works
 from pipeline.log.pull import GROUP
 from pipeline.log.snapshot import Snapshots, bucket_name
 from schemas.config import Broker
+from services.cli import limit
+from services.cli import status as statuses
+from services.cli.embedded import LaunchError
 from services.cli.status import lines, status_of, view, waits
 from tests.integration.test_dead_letters import DEMO
 from tests.log_parts import dispatched, until
@@ -196,6 +201,37 @@ async def test_told_to_stop_a_host_lets_its_tenants_end_or_hands_them_back(
         assert first.host.state == "stopped"
 
 
+async def test_what_a_service_closes_with_its_last_tenant_does_not_wait_for_the_last_report(
+    broker: Broker, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a broker that is slow may hold up for seconds, while others come for what was handed back."""
+    told: list[str] = []
+
+    async def put(self: Reporter, report: HostReport, within_s: float = 1.0) -> bool:
+        told.append(report.state)
+        return True
+
+    async def handle(_: Delivery) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("tenant ended")
+
+    monkeypatch.setattr(Reporter, "put", put)
+    host = Host(log, Place("host", "agent-loop"), 2, Measures(), every_s=600.0)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    work = await log.work("loop", "sequence.dispatched", ack_wait_s=30)
+    serve = host.serve(work, handle, stop, drain_s=60, hurry=hurry, over=lambda: told.append("over"))
+    serving = asyncio.create_task(serve)
+    await log.publish(dispatched(1))
+    await until(lambda: host.tenants == 1)
+    stop.set()
+    await until(lambda: "draining" in told)
+    hurry.set()
+    await serving
+    assert told == ["serving", "draining", "tenant ended", "over", "stopped"]
+
+
 def deep(n: int) -> int:
     return deep(n + 1) + 1
 
@@ -289,6 +325,8 @@ async def report_of(log: Log, name: str, wanted: Callable[[HostReport], bool]) -
 async def test_hosts_tell_what_they_do_and_status_says_who_is_silent_and_what_binds(
     broker: Broker, log: Log
 ) -> None:
+    at = b'{"host":"h","service":"harness","time":"2026-01-01T00:00:00Z"'
+    assert HostReport.model_validate_json(at + b"}").host == "h"
     assert await reports(log) == ([], 0)
     # Snapshots have the bucket too, and neither is in the other's way.
     assert await Snapshots(log, "fold", 1).save(0, {"a": 1}) > 0
@@ -310,9 +348,16 @@ async def test_hosts_tell_what_they_do_and_status_says_who_is_silent_and_what_bi
         )
         assert await Reporter(log).put(gone)
         bucket = await log.js.key_value(bucket_name(log.run))
-        await bucket.put("host.stranger", b"{}")
+        for number, hostile in enumerate(
+            (b"{}", at + b',"state":"[/]"}', at + b',"pool":"[/red]"}', at[:-2] + b'"}', at + b',"up_s":NaN}')
+        ):
+            await bucket.put(f"host.stranger-{number}", hostile)
         found, unreadable = await reports(log)
-        status = status_of(config, found, unreadable, datetime.now(UTC))
+        # What else this machine has to do, cores and disk, is not what is looked for.
+        found = [r.model_copy(update={"waits": {SLOTS: r.waits.get(SLOTS, 0.0)}}) for r in found]
+        row = limit.Row("pool", "swe", 16, 0, 1)
+        none = limit.Row("source", "math", 0, 0, 0)
+        status = status_of(config, found, unreadable, datetime.now(UTC), [row, none])
         silent = {row.host: row.silent_s for row in status.rows if row.silent}
         assert set(silent) == {"agent-loop-0", "harness-swe-1", "harness-swe-2"}
         assert silent["harness-swe-2"] is None
@@ -320,9 +365,11 @@ async def test_hosts_tell_what_they_do_and_status_says_who_is_silent_and_what_bi
         assert (status.binding.resource, status.binding.where) == ("slots", "pool swe")
         told = lines(status)
         assert {line["host"]: line["silent"] for line in told[:-1]}["harness-swe-0"] is False
-        assert (told[-1]["binding"], told[-1]["unreadable"]) == ("slots", 1)
+        assert (told[-1]["binding"], told[-1]["unreadable"]) == ("slots", 5)
+        assert told[-1]["limits"] == [{"of": "pool", "name": "swe", "concurrency": 16}]
         shown = [str(part) for part in view(status).renderables[1:]]
-        assert shown[0].startswith("1 reports cannot be read")
+        assert shown[0].startswith("5 reports cannot be read")
+        assert shown[-2] == "limit: pool swe: 16 at once, no limit in the configuration"
         assert shown[-1].startswith("binding: slots (pool swe): ")
         assert "slots" in waits(full.window().shares())
         running.tenants.go.set()
@@ -330,6 +377,15 @@ async def test_hosts_tell_what_they_do_and_status_says_who_is_silent_and_what_bi
     after = status_of(config, [stopped], 0, datetime.now(UTC) + timedelta(hours=1))
     assert not next(row for row in after.rows if row.host == "harness-swe-0").silent
     assert (await Snapshots(log, "fold", 1).load()) is not None
+
+
+async def test_a_broker_that_goes_away_is_one_line(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(_: Log) -> None:
+        raise NoRespondersError
+
+    monkeypatch.setattr(statuses, "reports", away)
+    with pytest.raises(LaunchError, match="does not answer"):
+        await statuses.look(load(DEMO), log)
 
 
 async def test_metrics_are_served_where_the_configuration_says(broker: Broker, log: Log) -> None:

@@ -89,6 +89,14 @@ async def test_a_sandbox_that_never_starts_is_infra(tmp_path: Path) -> None:
     assert running("987.125") == []
 
 
+async def test_an_agent_who_is_no_user_there_is_the_tasks_fault_and_never_a_reward(tmp_path: Path) -> None:
+    act = bash("true")
+    environment = tasks(tmp_path, PASS.replace("1", "0", 1), toml='[agent]\nuser = "nobody-here"')
+    told = await failure(trial(environment, "unknown-user"), act)
+    assert (told.reason, act.times) == ("environment_failed", 0)
+    assert "nobody-here" in told.detail
+
+
 async def test_a_verifier_that_hangs_runs_again_and_the_agent_does_not(tmp_path: Path) -> None:
     environment = tasks(tmp_path, "echo again; sleep 987.25")
     act, of = bash("true"), trial(environment, "hangs", verify_s=0.4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -13,6 +15,7 @@ import pytest_asyncio
 
 from pipeline.harnesses.kernel import MOUNT_POINT
 from pipeline.harnesses.workspaces.base import Ended, Mount, Workspace, WorkspaceFailed
+from pipeline.harnesses.workspaces.outputs import Tail
 from pipeline.harnesses.workspaces.overlay import OverlayWorkspaces
 from tests.workspace_parts import groups, mounts, processes, refusal, spec
 
@@ -99,6 +102,52 @@ async def test_what_a_program_left_lives_on_and_may_go_on_writing(workspace: Wor
     assert (
         await shell(workspace, "touch /tmp/stop; until [ -e /tmp/stopped ]; do sleep 0.01; done")
     ).returncode == 0
+
+
+async def test_who_writes_on_without_end_is_held_back() -> None:
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    output = Tail(reading, 10)
+    output.stop()
+    written, until = 0, time.monotonic() + 0.3
+    while time.monotonic() < until:
+        try:
+            written += os.write(writing, bytes(1 << 16))
+        except BlockingIOError:
+            await asyncio.sleep(0)
+    assert 1 << 16 < written < 4 << 20, "it goes on, and takes no more than a little of the event loop's time"
+    output.close()
+    os.close(writing)
+
+
+async def test_no_signal_ends_a_workspace_but_its_own_end(tmp_path: Path) -> None:
+    """Neither one from inside to pid 1, nor SIGTERM to all processes of a host, which ends its trials first."""
+    async with OverlayWorkspaces().open(spec("signalled", tmp_path)) as workspace:
+        running = asyncio.create_task(shell(workspace, "touch /tmp/here; read -t 600 <> <(:)"))
+        await workspace.run(
+            ["bash", "-c", "until [ -e /tmp/here ]; do read -t 0.01 <> <(:); done"], timeout_s=30
+        )
+        await shell(workspace, "kill -INT 1; kill -TERM 1; kill -HUP 1; true")
+        own = [pid for pid in children(os.getpid()) if "overlay_init" in command(pid)]
+        own = [*own, *(pid for each in own for pid in children(each))]
+        assert len(own) >= 2
+        assert all(os.getpgid(pid) != os.getpgid(0) for pid in own)
+        for pid in own:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(pid, number)
+        assert (await shell(workspace, "kill -TERM $$")).returncode == 143
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def children(pid: int) -> list[int]:
+    """Of a process whose threads started them."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for text in lists for child in text.split()]
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 async def test_programs_run_at_the_same_time(workspace: Workspace) -> None:
@@ -192,8 +241,9 @@ async def test_a_definition_is_carried_out_and_mounts_are_read_only(tmp_path: Pa
     for folder in (definition, definition / "src", shown):
         folder.mkdir()
     (definition / "src" / "a.txt").write_text("a")
+    (definition / "b.txt").write_text("b")
     (definition / "Dockerfile").write_text(
-        "FROM debian:bookworm-slim\nENV GREETING=hello\nWORKDIR /work/here\nCOPY --chown=agent src/ ./\n"
+        "FROM debian:bookworm-slim\nENV GREETING=hello\nWORKDIR /work/here\nCOPY --chown=agent src/ ./\nCOPY b.txt /work/here\n"
         "RUN echo $GREETING > made && useradd -m -u 1234 dev && chmod 600 made\nUSER agent\n"
     )
     (shown / "private").write_text("shown")
@@ -203,6 +253,9 @@ async def test_a_definition_is_carried_out_and_mounts_are_read_only(tmp_path: Pa
         assert workspace.workdir == "/work/here"
         ended = await shell(workspace, 'echo "$(id -un) $PWD $GREETING $(stat -c %U a.txt made)"')
         assert ended.stdout == b"agent /work/here hello agent\nroot\n"
+        assert await workspace.get("/work/here/b.txt", 9) == b"b", (
+            "into a folder that is there, as Docker does"
+        )
         assert (await workspace.run(["id", "-u"], timeout_s=30, user="dev")).stdout == b"1234\n"
         ended = await shell(
             workspace, "cat /opt/shown/private /usr/local/bin/private; echo x > /opt/shown/new", user="root"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 import pytest_asyncio
 
 from pipeline.harnesses.workspaces.base import Workspace
+from pipeline.harnesses.workspaces.inside import PORT as INSIDE
+from pipeline.harnesses.workspaces.inside import listen_inside
 from pipeline.harnesses.workspaces.overlay import PORT, OverlayWorkspaces
+from pipeline.harnesses.workspaces.relay import BACKLOG, MOST
 from tests.workspace_parts import refusal, spec
 
 pytestmark = [
@@ -127,6 +131,58 @@ async def test_a_client_that_does_not_read_holds_the_sender_back(workspace: Work
 async def test_many_connections_at_once(workspace: Workspace) -> None:
     code = "all = [connected(b'echo') for _ in range(200)]\nfor n, s in enumerate(all): s.sendall(b'%03d' % n)\nprint(all and [s.recv(3, socket.MSG_WAITALL) for s in all] == [b'%03d' % n for n in range(200)])"
     assert await answer(workspace, code) == b"True"
+
+
+async def test_more_connections_than_it_may_have_are_broken_off(workspace: Workspace) -> None:
+    """Each takes descriptors of the host's, which other tenants need too."""
+    before = descriptors()
+    code = """
+some = []
+try:
+    for _ in range(700): some.append(connected(b'echo'))
+except OSError: pass
+alive = 0
+for s in some:
+    try:
+        s.settimeout(5); s.sendall(b'x'); alive += s.recv(1) == b'x'
+    except OSError: pass
+print(alive)
+"""
+    counting = asyncio.create_task(answer(workspace, code))
+    most = 0
+    while not counting.done():
+        most = max(most, descriptors() - before)
+        await asyncio.sleep(0.02)
+    assert int(await counting) <= MOST
+    # Two of the relay and one of the peer, which is in this process too.
+    assert most < 3 * MOST + 2 * BACKLOG + 50
+    assert await answer(workspace, "s = connected(b'echo'); s.sendall(b'y'); print(s.recv(1))") == b"b'y'"
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_listening_in_another_network_leaves_the_callers_thread_in_its_own() -> None:
+    """Threads for blocking calls are used again."""
+    sleeper = subprocess.Popen(["unshare", "--net", "sleep", "600"])
+    try:
+        there = Path(f"/proc/{sleeper.pid}/ns/net")
+        here = Path("/proc/thread-self/ns/net").readlink()
+        async with asyncio.timeout(20):
+            while there.readlink() == here:
+                await asyncio.sleep(0.01)
+
+        def listen() -> tuple[int, Path]:
+            with listen_inside(sleeper.pid, "") as listening:
+                return listening.getsockname()[1], Path("/proc/thread-self/ns/net").readlink()
+
+        assert await asyncio.to_thread(listen) == (INSIDE, here)
+        with pytest.raises(ConnectionError):
+            socket.create_connection(("127.0.0.1", INSIDE), 5)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 async def test_a_peer_that_is_gone_shows_as_a_broken_connection(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rollout hosts as actors of a real Ray cluster: one a host whatever the rollouts, and nothing left of them."""
+"""Rollout hosts as actors of a real Ray cluster: one a host whatever the rollouts, started again, and nothing left of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import load
 from pipeline.log import Log
 from pipeline.store import ObjectStore
 from schemas.config import Broker, Pool, RunConfig
-from schemas.facts import SequenceFinished
+from schemas.facts import SequenceFailed, SequenceFinished
+from tests.launched import CHAT_ONLY, Launched, check_history, history, kill
 from tests.raycluster import RayCluster, ray_cluster
 from tests.rollout_stage import KEY, ROOT, Stage, staged, write_config
 
-DEADLINE_S = 60.0
+pytestmark = pytest.mark.timeout(360)  # a whole run, on a machine that may be busy
+DEADLINE_S = 90.0
 FEW, MANY = 6, 60
 SOCKETS = 4
 """Descriptors of one tenant, both its hosts together, at most: its call of the proxy (two ends), the proxy's call of the
@@ -157,6 +161,45 @@ async def test_nothing_is_left_of_a_driver_that_is_killed(
     alive = {pid for _, pid in places.values()}
     await until(lambda: not alive & cluster.processes().keys(), "its hosts' processes are gone")
     await until(lambda: not cluster.actors(), "its actors are gone")
+
+
+STEPS = 1
+
+# One host of each kind, so that without its successor the run would not end; and the fact after which it has work in hand.
+VICTIMS = {"harness-chat-0": "sequence.opened", "agent-loop-0": "sequence.verified"}
+
+
+async def test_ray_restarts_its_workers_and_the_run_ends(tmp_path: Path, cluster: RayCluster) -> None:
+    """SIGKILL in mid-run: the run ends as if nothing had been."""
+    run = Launched(
+        tmp_path,
+        CHAT_ONLY + "[agent_loop]\nack_wait_s = 2.0\n",
+        command="up",
+        environment=cluster.environment(),
+    )
+    run.start("--ray", cluster.address, "--steps", str(STEPS))
+    log = await run.log()
+    try:
+        for victim, moment in VICTIMS.items():
+            async for event in log.subscribe(moment):
+                assert event.fact.type == moment
+                break
+            _, pid = run.actors()[victim]
+            assert pid in cluster.hosts()
+            kill(pid)
+        events = await asyncio.wait_for(history(run, log), 150)
+        await check_history(events, ObjectStore.open(load(run.home / "config.toml").store), STEPS)
+    finally:
+        await log.close()
+    assert await asyncio.to_thread(run.finish, 60) == 0, run.told()
+    assert run.restarts() == dict.fromkeys(VICTIMS, 1)
+    for victim in VICTIMS:
+        assert f"{victim} is started again: the process of {victim} on " in run.told()
+    ends = Counter(
+        event.fact.sequence for event in events if isinstance(event.fact, SequenceFinished | SequenceFailed)
+    )
+    assert set(ends.values()) == {1}, "a sequence is decided twice"
+    await until(lambda: not cluster.hosts() and not cluster.actors(), "no host is left on the cluster")
 
 
 def secrets_of(config: RunConfig) -> list[bytes]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +21,8 @@ from pipeline.capture.server import Capture
 from pipeline.capture.session import Session
 from pipeline.harnesses.base import InfraFailure, Trial, Verdict, resolve
 from pipeline.harnesses.environments.calculator import Calculator
-from pipeline.harnesses.shell import SYSTEM, ShellHarness, cut, told
+from pipeline.harnesses.shell import SYSTEM, ShellHarness, cut, submitted, told
+from pipeline.harnesses.workspaces import cgroups
 from pipeline.harnesses.workspaces.base import Ended
 from pipeline.log import Log
 from pipeline.store import ObjectStore
@@ -200,12 +205,23 @@ def test_an_output_is_cut_in_the_middle(size: int, most: int) -> None:
         assert left_out == size - 2 * (most // 2)
 
 
+def test_what_is_submitted_is_found_without_holding_up_the_event_loop() -> None:
+    mark = "submitted-0123"
+    assert submitted(f"a\n{mark} \nb", mark)
+    assert not submitted(f"a\nsaid {mark}\nb", mark)
+    long = "y\n" * (2 << 20)
+    began = time.thread_time()
+    assert not submitted(long, mark)
+    assert time.thread_time() - began < 0.1
+
+
 def test_how_a_command_ended_is_told() -> None:
     assert told(Ended(0, b"", b""), "", 100) == "[no output]"
     assert told(Ended(0, b"", b""), "x\n", 100) == "x\n"
     assert told(Ended(2, b"", b""), "x\n", 100) == "x\n[exit status 2]"
     assert told(Ended(2, b"", b""), "\n", 100) == "[exit status 2]"
     assert "out of memory" in told(Ended(137, b"", b"", oom=True), "x", 100)
+    assert "wrote more than it may" in told(Ended(137, b"", b"", stopped="output"), "x", 100)
     assert "limit of time, 9 s" in told(Ended(137, b"", b"", stopped="time", seconds=9.1), "x", 100)
 
 
@@ -214,6 +230,9 @@ async def test_effects_decide_over_what_an_end_does_in_a_run(
 ) -> None:
     """Two sources with the same policy, which never comes to an end: one keeps that, the other has it tried again."""
     tasks(tmp_path, ANSWERED, disk_mb=64)
+    left = [folder / f"{cgroups.PREFIX}{os.getpid()}-1-{run_name}" for folder in cgroups.find().folders()]
+    for folder in left:
+        folder.mkdir()
     source = {
         "pool": "shell",
         "groups": 1,
@@ -235,6 +254,7 @@ async def test_effects_decide_over_what_an_end_does_in_a_run(
         async with s.running((agent_loop.serve, ""), (harness.serve, "shell")):
             kept, again = [await s.dispatch(name) for name in ("kept", "again")]
             finished, failed = await asyncio.gather(s.outcome("kept", kept), s.outcome("again", again))
+    assert not any(folder.exists() for folder in left), "what a killed host left is removed by the next"
     assert isinstance(finished, SequenceFinished), finished
     assert (finished.reward, finished.termination, finished.attempt) == (1.0, "max_turns", 1)
     assert isinstance(failed, SequenceFailed)
@@ -247,3 +267,44 @@ async def test_effects_decide_over_what_an_end_does_in_a_run(
         for artefact in fact.artefacts:
             assert f"/artefacts/{fact.id()}/" in artefact.ref.key
             await store.get(artefact.ref)
+
+
+FIRST = """
+import asyncio, sys
+from aiohttp import web
+from pipeline.harnesses.agent import Agent
+from pipeline.harnesses.base import Trial
+from pipeline.harnesses.environments.base import Task
+from schemas.config import Behaviour
+
+async def chat(request):
+    message = {"role": "assistant", "content": "42"}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    return web.json_response({"id": "x", "object": "chat.completion", "created": 1, "model": "p", "choices": [choice]})
+
+async def main():
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    agent = Agent()
+    before = set(sys.modules)
+    trial = Trial(f"http://127.0.0.1:{port}/v1", Behaviour(max_tokens=9), None, Task(0, "p", "e"), 20)
+    assert await agent.converse(trial, (), None, seconds=20) == "completed"
+    # What asyncio itself needs to look a name up.
+    print(sorted(set(sys.modules) - before - {"concurrent.futures.thread"}))
+    await runner.cleanup()
+
+asyncio.run(main())
+"""
+
+
+def test_the_first_call_of_a_host_imports_nothing() -> None:
+    """On the event loop of all its tenants."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest_asyncio
 
 from pipeline.harnesses.environments.folders import FolderTask
 from pipeline.harnesses.verifier import VerifierFailed, reward, verify
-from pipeline.harnesses.workspaces.base import Ended, Workspace
+from pipeline.harnesses.workspaces.base import Ended, Workspace, WorkspaceFailed
 from pipeline.harnesses.workspaces.overlay import OverlayWorkspaces
 from tests.lifecycle_parts import Kept
 from tests.workspace_parts import refusal, spec
@@ -169,6 +170,11 @@ async def test_what_the_agent_planted_is_no_verdict(workspace: Workspace, tmp_pa
     )
 
 
+async def test_files_in_the_verifiers_way_are_removed(workspace: Workspace, tmp_path: Path) -> None:
+    await sh(workspace, "rm -rf /logs /tests; echo 1 > /logs; echo 1 > /tests", cwd="/")
+    assert (await verified(workspace, task(tmp_path, PASS)))[0] == 1.0
+
+
 async def test_programs_in_the_agents_folders_decide_nothing(tmp_path: Path) -> None:
     one = task(tmp_path, "id -un; cat /tests/none")
     env = {"PATH": "/home/agent/bin:/usr/bin:/bin"}
@@ -236,6 +242,42 @@ async def test_all_runs_end_by_the_deadline(workspace: Workspace, tmp_path: Path
     assert (error.reason, list(kept.kept)) == ("verifier_timeout", ["verifier_stdout"])
     error, kept = await failed(workspace, one, deadline=time.monotonic())
     assert (error.reason, kept.kept) == ("verifier_timeout", {})
+
+
+class Slow:
+    """A workspace whose programs, or whose files, never come to an end."""
+
+    workdir = "/app"
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.limits: list[float] = []
+
+    async def run(self, argv: list[str], *, timeout_s: float, **_: object) -> Ended:
+        self.limits.append(timeout_s)
+        if self._what == "run":
+            await asyncio.sleep(timeout_s)
+            return Ended(137, b"", b"", "time")
+        return Ended(0, b"/usr/bin", b"")
+
+    async def put(self, source: Path, target: str) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("what", ["run", "put"])
+async def test_what_is_done_before_a_run_ends_by_the_deadline_too(tmp_path: Path, what: str) -> None:
+    slow = Slow(what)
+    of = replace(task(tmp_path, PASS), agent_user="agent")
+    async with asyncio.timeout(20):
+        with pytest.raises((VerifierFailed, WorkspaceFailed)):
+            await verify(
+                slow,  # type: ignore[arg-type]
+                of,
+                timeout_s=20.0,
+                artefacts=Kept(),
+                deadline=time.monotonic() + 0.3,
+            )
+    assert all(limit <= 0.3 for limit in slow.limits)
 
 
 async def test_the_end_of_a_long_output_is_kept(workspace: Workspace, tmp_path: Path) -> None:

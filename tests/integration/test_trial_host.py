@@ -15,7 +15,7 @@ from pipeline.harnesses.base import Harness, InfraFailure, Trial, Verdict
 from pipeline.harnesses.environments.calculator import Calculator
 from pipeline.log import Delivery, Log
 from pipeline.log.work import Work
-from pipeline.store import ObjectStore
+from pipeline.store import ObjectStore, StoreError, StoreUnavailable
 from schemas.config import Broker, RunConfig
 from schemas.facts import SequenceOpened, SequenceVerified
 from schemas.keys import artefact_key
@@ -149,6 +149,25 @@ async def test_an_artefact_that_cannot_be_kept_fails_no_trial(
     assert rest.endswith(b"the end")
     assert line == b"[%d bytes before this were left out]" % (1007 - len(rest))
     assert sum("is left out" in record.getMessage() for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [StoreError("it refuses"), StoreUnavailable("file:///x", "it is away", "wait")]
+)
+async def test_a_store_that_takes_no_artefact_fails_no_trial(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def create(key: str, data: bytes) -> None:
+        raise error
+
+    monkeypatch.setattr(stage.store, "create", create)
+
+    async def act(trial: Trial) -> Verdict:
+        await trial.artefacts.save("log", b"x")
+        return Verdict(1.0)
+
+    fact = await stage.trial(Acting(act))
+    assert (fact.reward, fact.artefacts) == (1.0, ())
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 2e9])

@@ -292,6 +292,25 @@ async def test_stopped_it_hands_back_what_it_has(log: Log) -> None:
     assert [d.attempt for d in await again.fetch(1, timeout_s=10)] == [2]
 
 
+async def test_what_comes_with_the_stop_is_handed_back(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    await log.publish(dispatched(1))
+    work = await log.work("loop", "sequence.dispatched", ack_wait_s=600)
+    stop, fetch = asyncio.Event(), work.fetch
+
+    async def at_the_last_moment(most: int, timeout_s: float = 10.0, priority: int = 0) -> list[Delivery]:
+        found = await fetch(most, timeout_s, priority)
+        stop.set()
+        return found
+
+    async def handle(_: Delivery) -> None:
+        raise AssertionError("a host that was told to stop begins nothing")
+
+    monkeypatch.setattr(work, "fetch", at_the_last_moment)
+    await serve_work(work, 4, handle, stop)
+    again = await log.work("loop", "sequence.dispatched", ack_wait_s=600)
+    assert [d.attempt for d in await again.fetch(1, timeout_s=10)] == [2]
+
+
 async def test_names_of_work_consumers_stay_apart_from_those_of_subscriptions(log: Log) -> None:
     for name in ("sub-x", "malformed", "a.b"):
         with pytest.raises(BadName, match=name):

@@ -28,7 +28,7 @@ def installed() -> Callable[[str], None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # A scaffold takes seconds to start, and ten times that beside others on a small machine.
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
 
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from pipeline.config import ConfigError, Override, load
+from pipeline.harnesses.environments.harbor import BrokenTasks
+from schemas.config import RunConfig
 from services.cli import check
 from services.cli.check import Place, faults, load_checked
 from services.cli.policy import SMOLLM2
+from tests.lifecycle_parts import PASS, tasks
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 PLUGINS = """
@@ -179,3 +182,37 @@ def test_a_label_that_no_rule_gives_is_a_mistake() -> None:
     ((place, what),) = faults(changed("sources", 0, behaviour=behaviour))
     assert place == ("sources", 0, "behaviour", "exclude")
     assert "'titel'; labels: title, probe" in what
+
+
+def test_an_adapter_of_an_entry_point_is_made_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "mine-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(
+        "[packtrain.harnesses]\nours = mine:Harness\ntheirs = mine:Broken\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    pools = [
+        pool.model_copy(update={"harness": name})
+        for pool, name in zip(load(DEMO).pools, ("ours", "theirs"), strict=True)
+    ]
+    ((place, what),) = faults(load(DEMO).model_copy(update={"pools": tuple(pools)}))
+    assert place == ("pools", 1, "harness")
+    assert "RuntimeError: no server" in what
+    assert "mine" not in sys.modules
+
+
+@pytest.mark.parametrize("harness", ["shell", "mine:Harness", "chat", "tool"])
+def test_task_folders_that_cannot_be_run_are_told_with_whatever_harness(tmp_path: Path, harness: str) -> None:
+    with pytest.raises(BrokenTasks):
+        tasks(tmp_path, PASS, dockerfile="RUN --mount=type=cache make")
+    given = {"kind": "harbor", "options": {"tasks": str(tmp_path / "tasks")}}
+    config = load(DEMO)
+    whole = config.model_dump(mode="json")
+    whole["pools"] = [{"name": "only", "harness": harness}]
+    whole["sources"] = [{"name": "fixes", "pool": "only", "groups": 1, "environment": given}]
+    ((place, what),) = faults(RunConfig.model_validate(whole))
+    assert place[:2] == ("sources", 0)
+    assert ("needs a harness that" if harness in ("chat", "tool") else "Dockerfile, line 3: RUN with") in what

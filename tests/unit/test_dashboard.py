@@ -16,6 +16,7 @@ from schemas.envelope import Event, at, new_event
 from schemas.facts import (
     BatchYielded,
     Fact,
+    LimitChanged,
     PolicyPublished,
     RunStarted,
     RunStopped,
@@ -245,6 +246,21 @@ def test_the_final_table_and_the_live_view_show_the_figures() -> None:
     ):  # fmt: skip
         assert shown in text, text
     assert progress_line(view, START).startswith("step 1/40: arithmetic 0/8 ready 0 in flight")
+
+
+def test_a_limit_that_was_changed_is_told_and_stays_in_sight() -> None:
+    def changed(number: int, concurrency: int) -> LimitChanged:
+        return LimitChanged(of="pool", name="chat", number=number, concurrency=concurrency)
+
+    view = folded(STARTED)
+    [first] = events(changed(2, 1600))
+    assert event_line(fold(view, first), first) == "pool chat: 1,600 at once from now on"
+    for late in (changed(1, 7), LimitChanged(of="source", name="chat", number=1, concurrency=0)):
+        fold(view, events(late)[0])
+    console = Console(width=140, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(view, Counter(), START))
+    assert "limits changed: pool chat 1,600 at once, source chat no limit" in capture.get()
 
 
 def test_the_time_of_a_run_that_was_interrupted_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,8 @@ def test_a_whole_file(folder: Path) -> None:
     assert definition.workdir == "/srv/app/there"
     assert definition.user == "agent"
     env = {**definition.env, "WHERE": "/srv", "GIVEN": ""}
-    shell = 'apt list  && echo "$A"  && true'
+    gap = " " * 12
+    shell = f'apt list {gap}&& echo "$A" {gap}&& true'
     assert definition.steps == [
         Folder("/srv/app"),
         Folder("/srv/app/there"),
@@ -117,11 +119,43 @@ def test_variables(folder: Path, text: str, value: str) -> None:
         ("FROM a\nRUN cat <<EOF\nx\nEOF\n", "line 2: RUN with options or a here-document"),
         ('FROM a\nRUN ["a", 1]\n', "no list of strings"),
         ('FROM a\nSHELL ["bash"]\n', "line 2: SHELL is not known.*docker environment"),
+        ("FROM a\nADD some.tar.gz /x/\n", "line 2: ADD unpacks 'some.tar.gz'.*RUN tar"),
         ("FROM a\nENV 1x=2\n", "no variable's name"),
         ("FROM a\nWORKDIR 'x\n", "No closing quotation"),
     ],
 )
 def test_what_is_refused(folder: Path, text: str, said: str) -> None:
     (folder / "out").symlink_to("/etc/passwd")
+    with tarfile.open(folder / "some.tar.gz", "w:gz") as archive:
+        archive.add(folder / "a.py", "a.py")
     with pytest.raises(ValueError, match=said):
         made(folder, text)
+
+
+def test_an_archive_is_copied_as_it_is_by_copy(folder: Path) -> None:
+    with tarfile.open(folder / "some.tar.gz", "w:gz") as archive:
+        archive.add(folder / "a.py", "a.py")
+    assert made(folder, "FROM a\nCOPY some.tar.gz /x\n").steps == [Copy((folder / "some.tar.gz",), "/x")]
+
+
+def test_what_an_ignore_file_leaves_out_is_not_brought_in_silently(folder: Path) -> None:
+    (folder / ".dockerignore").write_text("# nothing\n\n")
+    assert made(folder, "FROM a\nCOPY . /x\n").steps
+    (folder / ".dockerignore").write_text("secrets/\n")
+    with pytest.raises(ValueError, match=r"\.dockerignore.*is not supported"):
+        made(folder, "FROM a\nCOPY . /x\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "argument"),
+    [
+        ("RUN printf 'a\\n\\\n   b'", "printf 'a\\n   b'"),
+        ("RUN echo he\\\nllo", "echo hello"),
+        ("RUN echo a \\  \n # a comment\n\n  b", "echo a   b"),
+        ("RUN echo a\\\\\nUSER x", "echo a\\\\"),
+    ],
+)
+def test_lines_are_continued_as_docker_does(folder: Path, line: str, argument: str) -> None:
+    first = made(folder, f"FROM a\n{line}\n").steps[0]
+    assert isinstance(first, Command)
+    assert first.argv[-1] == argument

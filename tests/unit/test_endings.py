@@ -82,6 +82,7 @@ def test_effects_that_name_what_cannot_be_chosen_are_refused_by_name() -> None:
         (Ended(137, b"", b""), "agent_killed"),
         (Ended(1, b"", b"", oom=True), "agent_killed"),
         (Ended(137, b"", b"", stopped="time"), "agent_timeout"),
+        (Ended(137, b"", b"", stopped="output"), "agent_crashed"),  # its own doing
     ],
 )
 def test_the_exit_of_an_agents_program_has_a_reason(ended: Ended, reason: str) -> None:

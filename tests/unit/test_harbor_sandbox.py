@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import shutil
 from dataclasses import dataclass, field
@@ -132,3 +133,14 @@ async def test_a_sandbox_that_is_gone_is_no_programs_end(monkeypatch: pytest.Mon
     monkeypatch.setattr(harbor_sandbox, "GRACE_S", 0.1)
     with pytest.raises(WorkspaceFailed, match="did not answer within"):
         await sandbox.run(["true"], timeout_s=0.1)
+
+
+async def test_a_signal_to_the_hosts_group_does_not_reach_an_engines_clients() -> None:
+    async def client() -> int:
+        process = await asyncio.create_subprocess_exec("sleep", NAPS)
+        found = os.getpgid(process.pid)
+        process.kill()
+        await process.wait()
+        return found
+
+    assert await THERE.do(client()) != os.getpgid(0)

@@ -112,6 +112,16 @@ async def test_while_nobody_gets_a_thread_the_oldest_call_is_told(
     assert "verify_for_ever" in caplog.text
 
 
+async def test_who_waits_longest_is_not_disturbed_by_a_turn_that_has_not_begun(waits: Waits) -> None:
+    """The moment between a call's end and its successor's begin: all threads are taken, and no call is under way."""
+    threads = limited(1, waits, tell_s=0.0)
+    await threads._free.acquire()
+    second = asyncio.create_task(on_thread(max, 1, 2))
+    await asyncio.sleep(0.01)
+    threads._free.release()
+    assert await second == 2
+
+
 async def test_what_a_call_raises_is_raised(waits: Waits) -> None:
     limited(1, waits)
     for _ in range(2):

@@ -100,6 +100,19 @@ def test_a_block_is_told_while_it_lasts(loop: Loop, caplog: pytest.LogCaptureFix
     run(loop, body)
 
 
+async def test_a_long_block_counts_with_all_its_moments() -> None:
+    """One second in ten is a tenth of the time, though the loop was late once."""
+    watchdog = Watchdog(60.0)
+    watchdog.start()
+    hold_the_loop(0.6)
+    while_held = watchdog.lag_s(0.5)
+    await until(lambda: len(watchdog.lags) >= 11)
+    watchdog.stop()
+    assert while_held > 0.2
+    assert sum(lag > 0.04 for lag in watchdog.lags) >= 10
+    assert sorted(watchdog.lags)[-1] >= 0.5
+
+
 @LOOPS
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
 def test_a_tenant_that_ends_the_process_ends_its_own_task(loop: Loop, error: BaseException) -> None:

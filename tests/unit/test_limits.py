@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -122,13 +122,15 @@ def check_dispatches(world: World) -> int:
     changes=st.integers(0, 8),
 )
 @settings(max_examples=40, deadline=None)
+@example(seed=180, math=3, tests=0, changes=1)
 def test_no_source_is_over_its_limit_none_idles_and_the_run_ends_as_it_would_without(
     seed: int, math: int, tests: int, changes: int
 ) -> None:
     world = Changing(limited(math=math, tests=tests), seed, changes)
     world.run()
     checked = check_dispatches(world)
-    assert checked or not (math or tests)
+    # Somebody may lift a limit before its source has sent out anything.
+    assert checked or changes or not (math or tests)
     shares = [{name: s.groups for name, s in f.sources.items()} for f in world.facts(BatchYielded)]  # type: ignore[attr-defined]
     assert shares == [{"math": 2, "code": 1}] * 3
     evaluated = [f for f in world.facts(SequenceDispatched) if f.source == "tests"]  # type: ignore[attr-defined]

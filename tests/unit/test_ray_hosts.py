@@ -196,15 +196,18 @@ def test_a_host_that_is_asked_to_stop_ends(actor: RolloutHost, first: bool) -> N
     running.join(20)
     assert not running.is_alive()
     actor.stop()  # late is no fault
+    with pytest.raises(HostFailed, match="has run in this process before"):
+        actor.run(host_task(CONFIG, "harness", 0, "chat", ""))
     assert actor.where() == ("10.1.2.3", os.getpid())
 
 
-def test_how_a_host_failed_is_one_line(actor: RolloutHost) -> None:
+@pytest.mark.usefixtures("actor")
+def test_how_a_host_failed_is_one_line() -> None:
     bad = load(DEMO, [Override("", ("run",), "bad")])
     with pytest.raises(HostFailed, match=r"^OSError: no such thing$"):
-        actor.run(host_task(bad, "harness", 0, "chat", ""))
+        RolloutHost().run(host_task(bad, "harness", 0, "chat", ""))
     task = host_task(CONFIG, "harness", 0, "chat", "")
     with pytest.raises(HostFailed, match=r"packtrain .* is installed on this node, the launcher has 9\.9"):
-        actor.run(ray_actor.HostTask(**{**task.__dict__, "version": "9.9"}))
+        RolloutHost().run(ray_actor.HostTask(**{**task.__dict__, "version": "9.9"}))
     with pytest.raises(HostFailed, match="index 7 is out of range"):
-        actor.run(host_task(CONFIG, "harness", 7, "chat", ""))
+        RolloutHost().run(host_task(CONFIG, "harness", 7, "chat", ""))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from pipeline.config import Override, dumps, load
 from schemas.config import Broker, RunConfig
+from schemas.facts import RunStopped
+from services.cli import launch, run_control
 from services.cli.embedded import (
     BadInput,
     LaunchError,
@@ -19,8 +24,9 @@ from services.cli.embedded import (
     socket_directory,
     write_private,
 )
+from services.cli.launcher import Launcher
 from services.cli.reach import read_record
-from services.cli.runs import Choice, Known, choose, store_url, unit_arguments
+from services.cli.runs import Choice, Known, choose, longest_drain, store_url, unit_arguments
 from services.cli.service import check_place, label
 from services.process import SERVICES
 
@@ -227,3 +233,67 @@ def test_sockets_move_when_their_directory_is_too_long_for_an_address(tmp_path: 
     assert socket_directory(long, short) == short
     assert socket_directory(Path("/tmp") / short.relative_to("/tmp").parts[0], short).is_dir()
     assert short.stat().st_mode & 0o777 == 0o700
+
+
+def draining() -> RunConfig:
+    """The demo, of whose two pools one drains for a minute, and the agent-loop hosts for half a minute."""
+    pools = (CONFIG.pools[0], CONFIG.pools[1].model_copy(update={"drain_s": 60.0}))
+    loop = CONFIG.agent_loop.model_copy(update={"drain_s": 30.0})
+    return CONFIG.model_copy(update={"pools": pools, "agent_loop": loop})
+
+
+class Stopped:
+    """Stands for the supervisor: what was stopped, and how long each might take."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[str], float]] = []
+
+    def units(self) -> list[str]:
+        return ["broker", "engine", "agent-loop-0", "harness-chat-0"]
+
+    async def stop(self, names: Sequence[str], grace_s: float) -> None:
+        self.told.append((list(names), grace_s))
+
+
+HOSTS = ["agent-loop-0", "harness-chat-0"]
+
+
+@pytest.mark.parametrize(
+    ("config", "over", "told"),
+    [
+        (CONFIG, False, [(["engine", *HOSTS], 10.0), (["engine"], 10.0)]),
+        (draining(), False, [(HOSTS, 70.0), (["engine"], 10.0)]),
+        (draining(), True, [(["engine", *HOSTS], 10.0), (["engine"], 10.0)]),
+    ],
+    ids=["without a drain", "with one", "a run that is over"],
+)
+async def test_the_engine_outlives_the_hosts_that_drain(
+    config: RunConfig, over: bool, told: list[tuple[list[str], float]], tmp_path: Path
+) -> None:
+    """Their tenants end with its answers, and whoever stops them waits for as long as they may take."""
+    launched = launch._Launch(config, launch.Options(), tmp_path, Console())
+    launched.actors = None
+    launched.view.stopped = RunStopped(run="demo", reason="completed", steps=1) if over else None
+    stopped = Stopped()
+    launched.supervisor = cast(Any, stopped)
+    await launched._stop_services()
+    assert stopped.told == told
+
+
+def test_whoever_asks_a_launcher_to_stop_waits_for_the_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, "demo", draining())
+    waited: list[float] = []
+
+    def stop(directory: Path, running: Launcher, timeout_s: float) -> None:
+        waited.append(timeout_s)
+
+    async def ending(directory: Path, run: str) -> None:
+        return None
+
+    monkeypatch.setattr("services.cli.launcher.find_launcher", lambda _: Launcher(1, "demo"))
+    monkeypatch.setattr("services.cli.launcher.stop", stop)
+    monkeypatch.setattr(run_control, "_ending", ending)
+    run_control.stop(tmp_path, "demo", lambda _: None)
+    assert waited == [run_control.STOP_S + longest_drain(draining())] == [120.0]

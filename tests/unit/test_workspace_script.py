@@ -69,6 +69,23 @@ def test_the_environment_the_folder_and_the_end_are_told() -> None:
     assert run("true", cwd="/no/such").returncode == 126
 
 
+def test_no_value_of_an_environment_is_an_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox's processes are seen on its engine's machine."""
+    seen = tmp_path / "seen"
+    (tmp_path / "env").write_text(f'#!/bin/sh\necho "$@" >> {seen}\nexec /usr/bin/env "$@"\n')
+    (tmp_path / "env").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "told").write_text(
+        '#!/bin/sh\necho "$TOKEN $UID" $(/usr/bin/tr "\\\\0" "\\\\n" < /proc/$$/environ | /usr/bin/grep -c s3cret)\n'
+    )
+    (there / "told").chmod(0o755)
+    ended = run("told", env={"TOKEN": "s3cret", "no-name": "s3cret-too", "PATH": str(there), "UID": "7"})
+    assert ended.stdout == b"s3cret 7 2\n", ended.stderr
+    assert not seen.exists() or "s3cret " not in seen.read_text()
+
+
 def test_the_end_of_an_output_is_kept() -> None:
     ended = run("sh", "-c", "seq 1000; seq 1000 >&2", output_bytes=8)
     assert ended.stdout == ended.stderr == b"99\n1000\n"

@@ -109,7 +109,7 @@ class Workspace(Protocol):
         ...
 
     async def put(self, source: Path, target: str) -> None:
-        """Copies a file, or a folder's content into the folder `target`, from the host; makes parents."""
+        """Copies a file, into `target` when that is a folder, or a folder's content into the folder `target`; makes parents."""
         ...
 
     async def write(self, target: str, data: bytes, mode: int = 0o644) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -23,6 +24,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 _VARIABLE = re.compile(r"\\(.)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
 _HERE_DOCUMENT = re.compile(r"<<-?['\"]?[A-Za-z_]")
+_CONTINUED = re.compile(r"(?<!\\)\\[ \t]*$")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -83,7 +85,7 @@ class _Reading:
             "FROM": self._from,
             "WORKDIR": self._workdir,
             "COPY": self._copy,
-            "ADD": self._copy,
+            "ADD": self._add,
             "ENV": self._env,
             "ARG": self._arg,
             "USER": self._user,
@@ -91,6 +93,7 @@ class _Reading:
         }
 
     def definition(self) -> Definition:
+        self._refuse_ignored()
         for number, text in _instructions(self._file.read_text()):
             self._line = number
             word, _, rest = text.partition(" ")
@@ -104,6 +107,14 @@ class _Reading:
         if not self._seen_from:
             raise self._refused("there is no FROM")
         return self._made
+
+    def _refuse_ignored(self) -> None:
+        file = self._folder / ".dockerignore"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        if any(line.strip() and not line.startswith("#") for line in lines):
+            raise ValueError(
+                f"{file} is not supported: move what it excludes out of the folder, or {_REMEDY}"
+            )
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(f"{self._file}, line {self._line}: {why}; {_REMEDY}")
@@ -156,6 +167,16 @@ class _Reading:
         to_folder = target.endswith("/") or len(found) > 1 or target in (".", "..")
         inside = self._inside(target)
         self._made.steps.append(Copy(found, inside + "/" * (to_folder and inside != "/"), owner))
+
+    def _add(self, rest: str) -> None:
+        self._copy(rest)
+        step = self._made.steps[-1]
+        assert isinstance(step, Copy)
+        for path in step.sources:
+            if path.is_file() and tarfile.is_tarfile(path):
+                raise self._refused(
+                    f"ADD unpacks {path.name!r}, which is not supported here: COPY it and RUN tar"
+                )
 
     def _copied(self, rest: str) -> list[str]:
         options = re.match(r"(?:--\S+\s+)*", rest)
@@ -223,18 +244,16 @@ def _instructions(text: str) -> Iterator[tuple[int, str]]:
     first = 0
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()
-        if stripped.startswith("#") or not (stripped or parts):
+        if stripped.startswith("#") or not stripped:
             continue
         first = first if parts else number
-        if stripped.endswith("\\"):
-            parts.append(stripped[:-1])
-            continue
-        if parts and not stripped:
-            continue
-        yield first, " ".join([*parts, stripped]).strip()
-        parts = []
+        # As Docker: what is continued keeps its white space, and none is put between.
+        parts.append(_CONTINUED.sub("", line if parts else line.lstrip()))
+        if not _CONTINUED.search(line):
+            yield first, "".join(parts).strip()
+            parts = []
     if parts:
-        yield first, " ".join(parts).strip()
+        yield first, "".join(parts).strip()
 
 
 def _normal(path: PurePosixPath) -> str:

@@ -25,7 +25,7 @@ import signal
 import sys
 import tempfile
 import tomllib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +93,7 @@ class HarborEnvironments:
                 # Harbor's way to say so.
                 raise WorkspaceFailed(f"harbor:{self.name}: {error}") from error
 
+            _kill_clients(orphaned)
             for left in Path(tempfile.gettempdir()).glob("packtrain-*"):
                 if orphaned(left.name):
                     shutil.rmtree(left, ignore_errors=True)
@@ -199,7 +200,7 @@ class HarborEnvironments:
 
     async def _close(self, environment: Any, session: str) -> None:
         if self._engine is not None:
-            await on_thread(_kill_clients, session)
+            await on_thread(_kill_clients, session.__eq__)
         try:
             await asyncio.wait_for(self._there.do(environment.stop(delete=True)), GRACE_S)
         except Exception as error:
@@ -209,12 +210,12 @@ class HarborEnvironments:
             await self._engine.remove(session)
 
 
-def _kill_clients(session: str) -> None:
-    """Ends the engine's clients that still work for a session: Harbor leaves them running where it is cancelled, and one
-    that starts a container would do so after it was removed."""
+def _kill_clients(of: Callable[[str], bool]) -> None:
+    """Ends the engine's clients that still work for such sessions: Harbor leaves them running where it is cancelled, and they
+    outlive a host that is killed; one that starts a container would do so after it was removed."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if session.encode() in path.read_bytes().split(b"\0"):
+            if any(map(of, path.read_bytes().decode(errors="replace").split("\0"))):
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 

@@ -189,6 +189,14 @@ class Sandbox:
             raise WorkspaceFailed(f"harbor:{self._name}: {line(error)}") from error
 
 
+class _OwnSessions(asyncio.SelectorEventLoop):
+    """A signal to the host's process group is no signal to the clients of an engine: its trials end first."""
+
+    async def subprocess_exec(self, *arguments: Any, **more: Any) -> Any:
+        more["start_new_session"] = True
+        return await super().subprocess_exec(*arguments, **more)
+
+
 class Loop:
     """An event loop on a thread of its own, started when it is first needed; it ends with the process."""
 
@@ -197,7 +205,7 @@ class Loop:
 
     async def do(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
-            self._loop = asyncio.SelectorEventLoop()
+            self._loop = _OwnSessions()
             threading.Thread(target=self._loop.run_forever, name="harbor", daemon=True).start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.harnesses.workspaces.base import WorkspaceFailed
@@ -21,9 +22,14 @@ _NEWNET = 0x40000000
 def listen_inside(pid: int, container: str) -> socket.socket:
     """Listens on `PORT` of 127.0.0.1 in the network namespace of process `pid`, which is in that container.
 
-    It changes the calling thread's namespace for good, so it is called on a thread that ends with it. Raises
-    `WorkspaceFailed` where the engine is not of this machine, or this process may not enter.
+    Blocks. Raises `WorkspaceFailed` where the engine is not of this machine, or this process may not enter.
     """
+    # On a thread that ends with it: who entered another network is there for good.
+    with ThreadPoolExecutor(1) as own:
+        return own.submit(_listen, pid, container).result()
+
+
+def _listen(pid: int, container: str) -> socket.socket:
     try:
         # The engine tells a pid of its own machine; here another process may have that number.
         there = container in Path(f"/proc/{pid}/cgroup").read_text()

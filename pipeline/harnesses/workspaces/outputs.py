@@ -6,6 +6,8 @@ import asyncio
 import os
 
 CHUNK = 1 << 16
+_PAUSE_S = 0.02
+"""Between two chunks of what nobody wants: a program that writes without end is held back, and the event loop is not."""
 
 
 class Tail:
@@ -15,6 +17,7 @@ class Tail:
         self._fd = fd
         self._most = most
         self._stopped = False
+        self._pause: asyncio.TimerHandle | None = None
         self.closed = False
         self.kept = bytearray()
         os.set_blocking(fd, False)
@@ -30,10 +33,13 @@ class Tail:
         if not chunk:
             self.close()
             return False
-        if not self._stopped:
-            self.kept += chunk
-            if len(self.kept) > 2 * self._most + CHUNK:
-                self._cut()
+        if self._stopped:
+            self._loop.remove_reader(self._fd)
+            self._pause = self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._fd, self._read)
+            return True
+        self.kept += chunk
+        if len(self.kept) > 2 * self._most + CHUNK:
+            self._cut()
         return True
 
     def _cut(self) -> None:
@@ -51,5 +57,7 @@ class Tail:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
+            if self._pause is not None:
+                self._pause.cancel()
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -5,7 +5,7 @@ The host writes a stream and reads bytes; it opens no path of a workspace. `unpa
 """
 
 # os alone, since importing pathlib costs each start 3 ms.
-# ruff: noqa: PTH101, PTH102, PTH108, PTH112, PTH114, PTH115, PTH120, PTH123, PTH208, PTH211
+# ruff: noqa: PTH101, PTH102, PTH108, PTH112, PTH114, PTH115, PTH119, PTH120, PTH123, PTH208, PTH211
 from __future__ import annotations
 
 import errno
@@ -23,9 +23,9 @@ CHUNK = 1 << 18
 
 
 def pack(source: str, target: str, into: BinaryIO) -> None:
-    """A file as `target`, or a folder's content below it; links below it as they are. Raises FileNotFoundError, and
-    ValueError for what is neither."""
-    source = os.path.realpath(source)
+    """A file as `target`, or in it when that is a folder there, or a folder's content below it; links below it as they are.
+    Raises FileNotFoundError, and ValueError for what is neither."""
+    asked, source = source, os.path.realpath(source)
     for path, name in _walk(source, target):
         info = os.lstat(path)
         entry = {"path": name, "mode": stat.S_IMODE(info.st_mode) & 0o777}
@@ -36,7 +36,8 @@ def pack(source: str, target: str, into: BinaryIO) -> None:
         elif stat.S_ISREG(info.st_mode):
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                _line(into, {**entry, "kind": "file", "bytes": size})
+                named = {"name": os.path.basename(asked)} if path == source else {}
+                _line(into, {**entry, **named, "kind": "file", "bytes": size})
                 _copied(file, into, size, path)
         else:
             raise ValueError(f"{path} is neither a file nor a folder nor a link")
@@ -84,6 +85,8 @@ def unpack(stream: BinaryIO, owner: tuple[int, int]) -> None:
                 continue
             _parents(path)
         else:
+            if os.path.isdir(path) and "name" in entry:
+                path = f"{path}/{entry['name']}"
             if os.path.isdir(path) and not os.path.islink(path):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             if os.path.lexists(path):

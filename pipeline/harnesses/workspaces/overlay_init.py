@@ -11,6 +11,8 @@ Promises for every program that it starts:
 - no capability but a few over its own files and processes, no new privileges, a filter of system calls;
 - it is in the workspace's control groups before it begins, while pid 1, which cannot be traced or killed from inside, is not.
 
+No signal but SIGKILL ends either process: who stops a host may send SIGTERM to all that it started, and its trials are to end first.
+
 The host sends: one message with the settings (a memfd of a marshalled dict; descriptors of the groups' cgroup.procs), then a message for
 each program: its number, with a memfd of a marshalled dict, stdin, stdout, stderr and its own cgroup.procs. It gets one message, of
 text, when all is ready, with the listening socket, and one for each program that ended.
@@ -45,11 +47,14 @@ KEPT_CAPABILITIES = frozenset((0, 1, 3, 4, 5, 6, 7, 8, 10, 18))
 """CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE, SYS_CHROOT."""
 
 _OPEN_FILES = 65_536
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     try:
         kernel.die_with_parent(int(sys.argv[2]))
         _, fds = kernel.received(control, 8)
@@ -234,7 +239,7 @@ def _child(fds: list[int], groups: list[int]) -> NoReturn:
         for fd, at in ((stdin, 0), (stdout, 1), (stderr, 2)):
             os.dup2(fd, at)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, *_IGNORED):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
         what = _settings(request)

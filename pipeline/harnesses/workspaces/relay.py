@@ -1,7 +1,8 @@
 """Carries connections from a workspace's one listening socket to one address, and to nothing else.
 
 Promises: bytes go on as they come, both ways, with back-pressure; each end of stream is passed on by itself; when the peer
-cannot be reached or a side breaks off, so does the other; `close` ends all connections.
+cannot be reached or a side breaks off, so does the other; `close` ends all connections; a workspace has at most `MOST` at
+once, and one more is broken off: each takes two descriptors of a process that many tenants share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import asyncio
 import socket
 
 CHUNK = 1 << 16
-BACKLOG = 1024
+MOST = 256
+BACKLOG = 128
+"""Connections that are taken in one go, before the first of them can be broken off."""
 
 
 class Relay:
@@ -36,6 +39,9 @@ class Relay:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MOST:
+            writer.transport.abort()
+            return
         task = asyncio.ensure_future(self._carry(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)

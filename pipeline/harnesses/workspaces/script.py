@@ -23,6 +23,9 @@ from pipeline.harnesses.workspaces.base import Ended, Stopped
 MOST_WRITTEN = 256 << 20
 """Bytes of output, both together, that a program may leave in the sandbox's disk."""
 
+_VARIABLE = re.compile(r"(?!(?:UID|EUID|PPID|SHELLOPTS|BASHOPTS|BASH_VERSINFO)$)[A-Za-z_]\w*", re.ASCII)
+"""A name that bash lets one assign to."""
+
 _STRIKE = r"""
 marked() {
   for p in /proc/[0-9]*; do
@@ -47,7 +50,7 @@ ooms() { cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_contr
 before=$(ooms)
 (
   { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
-  @cd@exec env PACKTRAIN_RUN=$mark @program@
+  @cd@PACKTRAIN_RUN=$mark @program@
 ) <"$d/in" >"$d/out" 2>"$d/err" &
 child=$!
 ( read -rt @seconds@ <>"$d/pipe"; : >"$d/time"; strike ) >/dev/null 2>&1 </dev/null & clock=$!
@@ -80,11 +83,15 @@ def program(
     output_bytes: int = 1 << 20,
 ) -> str:
     """The script that runs `argv`. `mark` is hexadecimal and new; `output_bytes` is what is kept of each output."""
-    words = [*(f"{key}={value}" for key, value in (env or {}).items()), *argv]
+    # Assigned by the shell: an argument of `env` is seen by everybody on the machine. Names that no shell takes are few, and
+    # hold no secret of ours.
+    given = {name: value for name, value in (env or {}).items() if _VARIABLE.fullmatch(name)}
+    others = [f"{name}={value}" for name, value in (env or {}).items() if name not in given]
+    assigned = "".join(f"{name}={shlex.quote(value)} " for name, value in given.items())
     filled = {
         "stdin": base64.encodebytes(stdin).decode().strip(),
         "cd": f"cd -- {shlex.quote(cwd)} || exit 126; " if cwd else "",
-        "program": shlex.join(words),
+        "program": f"{assigned}exec {shlex.join([*(['/usr/bin/env', *others] if others else []), *argv])}",
         "seconds": f"{max(timeout_s, 0.01):.3f}",
         "most": str(MOST_WRITTEN),
         "keep": str(output_bytes),
