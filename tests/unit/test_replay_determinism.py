@@ -93,7 +93,11 @@ def test_every_message_of_the_version_1_stream_reads_as_an_event_of_today() -> N
     versions = {(m.headers["ce-type"], m.headers["ce-typeversion"]) for m in demo_messages()}
     assert {version for _, version in versions} == {"1"}
     # All types but those that this run had no case for.
-    assert FACTS.keys() - {type_ for type_, _ in versions} == {"sequence.failed", "sequence.scored", "limit.changed"}
+    assert FACTS.keys() - {type_ for type_, _ in versions} == {
+        "sequence.failed",
+        "sequence.scored",
+        "limit.changed",
+    }
     started = demo_events()[0].fact
     assert isinstance(started, RunStarted)
     assert b'"rules"' not in demo_messages()[0].body
