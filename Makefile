@@ -7,7 +7,11 @@ HARBOR := .venv-harbor
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STEPS ?= 5
-JOBS ?= auto
+# Whole runs wait for each other's processes about a quarter of their time.
+JOBS ?= $(shell expr $$(nproc) + 1)
+
+# A file's tests share servers, so they stay together; each worker has servers of its own.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo learn smollm2 scaffolds scaffolds-table scaffolds-docker vllm test coverage lint format clean
@@ -39,7 +43,7 @@ smollm2: $(STAMP)  ## the demo with SmolLM2-135M-Instruct, on CPU
 # The tests of pi and mini-swe-agent install these two by themselves; the others' run where this was run.
 scaffolds: $(STAMP)  ## install the agent scaffolds (2.6 GB, two minutes) and run all their tests
 	$(BIN)/packtrain scaffolds install
-	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile tests/scaffolds
+	PACKTRAIN_SCAFFOLDS=1 $(PYTEST) tests/scaffolds
 
 # One after the other, so that each has the machine.
 scaffolds-table: $(STAMP)  ## have every scaffold solve a task, and write the table of docs/scaffolds.md
@@ -63,9 +67,6 @@ vllm: $(VLLM)/.installed  ## the tests against a real vLLM, on CPU (installs it 
 $(VLLM)/.installed: $(STAMP) tests/vllm/install.py tests/vllm/models.py tests/vllm/constraints.txt
 	$(BIN)/python tests/vllm/install.py $(VLLM)
 	@touch $@
-
-# A file's tests share servers, so they stay together; each worker has servers of its own.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
 
 test: $(STAMP)  ## run the tests; JOBS=1 for one at a time
 	$(PYTEST)

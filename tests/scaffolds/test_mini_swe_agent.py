@@ -13,6 +13,7 @@ from tests.scaffolds.played import played
 from tests.scaffolds.plays import in_turn
 from tests.scaffolds.policy import Policy, Scene, call, think
 from tests.scaffolds.stage import Stage
+from tests.scaffolds.thorough import THOROUGH
 from tests.scaffolds.wire import CUT, Wire, on_call
 
 WIRES = ("chat", "responses", "messages")
@@ -29,7 +30,10 @@ def _mini(installed: Callable[[str], None]) -> None:
     installed("mini-swe-agent")
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    "wire",
+    [wire if wire == "chat" else pytest.param(wire, marks=THOROUGH) for wire in WIRES],
+)
 async def test_a_session_with_a_turn_that_the_agent_forgets(wire: str, tmp_path: Path) -> None:
     """An answer without a tool call never enters the history: the agent complains about it and asks again."""
 
@@ -57,6 +61,7 @@ async def test_a_failed_call_is_repeated_and_leaves_nothing(tmp_path: Path) -> N
     assert run.trained(0) == [*TURNS[:2], SUBMIT]
 
 
+@THOROUGH
 async def test_a_lost_connection_gets_the_recorded_answer(tmp_path: Path) -> None:
     run = await played(mini_swe_agent("messages"), in_turn(*TURNS[:2], SUBMIT), tmp_path, on_call(2, CUT))
     assert len(run.wire.calls) == 4
@@ -64,6 +69,7 @@ async def test_a_lost_connection_gets_the_recorded_answer(tmp_path: Path) -> Non
     assert run.trained(0) == [*TURNS[:2], SUBMIT]
 
 
+@THOROUGH
 async def test_the_engine_s_trouble_is_tried_again(tmp_path: Path) -> None:
     def unavailable(stage: Stage, wire: Wire, policy: Policy) -> None:
         policy.trouble = {2: EngineUnavailable("no replica")}
@@ -74,6 +80,7 @@ async def test_the_engine_s_trouble_is_tried_again(tmp_path: Path) -> None:
     assert run.trained(0) == [*TURNS[:2], SUBMIT]
 
 
+@THOROUGH
 @pytest.mark.parametrize("wire", ["chat", "responses"])
 async def test_overflow_ends_the_run_at_once(wire: str, tmp_path: Path) -> None:
     """LiteLLM knows it by the protocols' own words, and the agent does not try again."""

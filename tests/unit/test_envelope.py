@@ -17,6 +17,7 @@ from schemas.facts import (
     BatchYielded,
     Fact,
     Failure,
+    LimitChanged,
     PolicyPublished,
     RunStarted,
     RunStopped,
@@ -136,6 +137,13 @@ SHARES = st.builds(
 STRATEGIES: dict[type[Fact], st.SearchStrategy[Any]] = {
     RunStarted: st.builds(
         RunStarted, run=NAMES, config=st.dictionaries(TEXT, TEXT | st.integers(0, 9) | st.none())
+    ),
+    LimitChanged: st.builds(
+        LimitChanged,
+        of=st.sampled_from(["pool", "source"]),
+        name=NAMES,
+        number=STEPS,
+        concurrency=st.integers(0, 1_000_000),
     ),
     RunStopped: st.builds(
         RunStopped, run=NAMES, reason=st.sampled_from(["completed", "cancelled"]), steps=COUNTS
