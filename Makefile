@@ -7,8 +7,7 @@ HARBOR := .venv-harbor
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STEPS ?= 5
-# Whole runs wait for each other's processes about a quarter of their time.
-JOBS ?= $(shell expr $$(nproc) + 1)
+JOBS ?= auto
 
 # A file's tests share servers, so they stay together; each worker has servers of its own.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile

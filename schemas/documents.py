@@ -127,8 +127,8 @@ another event is the winner, and you go on with that; a message that is no event
 its stream sequence in the header. No acknowledgement: publish again, with the same `ce-id`. Publish before you
 acknowledge what you decided upon, and name that event in `ce-causationid`. A body is at most {MAX_BODY} bytes.
 """
-_HERE = ("source", "pool", "host", "sample", "sequence")
-"""Parameters that are fields of the body under their own name."""
+_HERE = {name: name for name in ("source", "pool", "host", "sample", "sequence")} | {"limited": "name"}
+"""Parameters that are fields of the body, and which."""
 
 
 def documents() -> dict[str, Document]:
@@ -287,7 +287,7 @@ def _text(description: str, **more: Any) -> Document:
 
 def _parameter(name: str) -> Document:
     description, example = _PARAMETERS[name]
-    where = {"location": f"$message.payload#/{name}"} if name in _HERE else {}
+    where = {"location": f"$message.payload#/{_HERE[name]}"} if name in _HERE else {}
     return {"description": description, "examples": [example], **where}
 
 

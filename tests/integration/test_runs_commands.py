@@ -452,10 +452,11 @@ async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Pat
         run_removal.remove(state, "small", None, lambda _: True, print)
     with pytest.raises(LaunchError, match="runs small"):
         run_control.stop(state, "other", print)
-    said = packtrain("runs", "stop", "small", *where)
-    assert said == (
-        f"run small is stopped and unfinished; packtrain runs resume small --directory {state} goes on with it\n"
-    )
+    told: list[str] = []
+    await asyncio.to_thread(run_control.stop, state, "small", told.append)
+    assert told == [
+        f"run small is stopped and unfinished; packtrain runs resume small --directory {state} goes on with it"
+    ]
     assert launched.finish(1) == 130
     await log.close()
     assert [row.state for row in await list_runs(state, None)] == ["unfinished"]
