@@ -239,6 +239,12 @@ class RunConfig(Section):
                 raise ValueError(
                     f"host_budget {self.host_budget} is below the number of pools, {len(pools)}: every pool needs a host"
                 )
+        else:
+            shared = [pool for pool in self.pools if pool.share != 1.0]
+            if shared:
+                raise ValueError(
+                    f"pool {shared[0].name!r} has share {shared[0].share:g} of no host_budget: give the run a host_budget, or the pool hosts"
+                )
         for source in self.sources:
             if source.pool not in pools:
                 raise ValueError(

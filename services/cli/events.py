@@ -154,9 +154,12 @@ def as_line(event: Event, run: str) -> str:
 
 
 def line(event: Event) -> str:
-    """Sequence number, time, type, scope, id, and the body's plain values, floats to six significant digits: JSON, so that
+    """Sequence number, time, type, scope, id, and the body's plain values, of a failure too, floats to six significant digits: JSON, so that
     no control character gets out."""
     body: dict[str, Any] = event.fact.model_dump(mode="json")
+    # Why an attempt or a sequence failed is what people look for.
+    if failure := body.get("failure"):
+        body |= {"reason": failure["reason"], "detail": failure["detail"]}
     values = [
         f"{k}={json.dumps(_short(v))}"
         for k, v in body.items()

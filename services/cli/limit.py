@@ -35,7 +35,8 @@ class Row:
     number: int
 
     def line(self) -> str:
-        given = f", {told(self.configured)} in the configuration" if self.number else ""
+        other = self.number and self.concurrency != self.configured
+        given = f", {told(self.configured)} in the configuration" if other else ""
         return f"{self.of} {self.name}: {told(self.concurrency)}{given}"
 
 

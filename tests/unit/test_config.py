@@ -156,3 +156,11 @@ def test_every_field_is_described() -> None:
     whole = RunConfig.model_json_schema()
     walk(whole, whole["$defs"], "")
     assert undescribed == []
+
+
+def test_a_share_of_no_host_budget_is_refused() -> None:
+    pools = [{"name": "chat", "harness": "chat", "share": 3.0}]
+    source = {"name": "sums", "pool": "chat", "groups": 2, "environment": {"kind": "arithmetic"}}
+    with pytest.raises(ValidationError, match="share 3 of no host_budget"):
+        RunConfig.model_validate({"pools": pools, "sources": [source]})
+    RunConfig.model_validate({"pools": pools, "sources": [source], "host_budget": 2})
