@@ -132,14 +132,22 @@ def event_line(view: View, event: Event) -> str | None:
 
 def progress_line(view: View, now: datetime) -> str:
     """Where the run is, in one line."""
-    places = [
-        f"{s.name} {s.ready}/{s.groups} ready {len(s.in_flight)} in flight"
-        if s.groups
-        else f"{s.name} {len(s.in_flight)} in flight"
-        for s in view.sources.values()
-    ]
+    places = [_place(source) for source in view.sources.values()]
     doing = waiting(view) or f"{view.rate(now):.0f} tokens/s"
     return f"step {view.trained_steps}/{view.steps}: {', '.join(places)}; {doing}"
+
+
+def _place(source: SourceView) -> str:
+    """Of one source; what went wrong so far is told when something did."""
+    ready = f" {source.ready}/{source.groups} ready" if source.groups else ""
+    rejected = Counter({reason: n for reason, n in source.rejected.items() if reason != "evaluation"})
+    wrong = [
+        *([f"{reasons(rejected)} rejected"] if rejected else []),
+        *([counted(source.infra_failures, "failed attempt")] if source.infra_failures else []),
+        *([f"{counted(source.failed, 'sequence')} failed"] if source.failed else []),
+    ]
+    told = f" ({'; '.join(wrong)})" if wrong else ""
+    return f"{source.name}{ready} {len(source.in_flight)} in flight{told}"
 
 
 def waiting(view: View) -> str | None:

@@ -245,7 +245,9 @@ def test_the_final_table_and_the_live_view_show_the_figures() -> None:
         "1 step in 12.0 s; 1 sequence finished, 0 failed", "14 events, 2.0 KiB", "payloads 1000 B", "restarted: trainer 2", "stream RL_learn", "step 1/40",
     ):  # fmt: skip
         assert shown in text, text
-    assert progress_line(view, START).startswith("step 1/40: arithmetic 0/8 ready 0 in flight")
+    assert progress_line(view, START).startswith(
+        "step 1/40: arithmetic 0/8 ready 0 in flight (1: all_zero 1 rejected), calculator 0/4 ready 0 in flight, "
+    )
 
 
 def test_a_limit_that_was_changed_is_told_and_stays_in_sight() -> None:
