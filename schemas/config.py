@@ -16,6 +16,7 @@ from schemas.names import Name
 from schemas.section import Section
 from schemas.servers import Broker, Engine, Store
 from schemas.shares import largest_remainder
+from schemas.signal import Grader, Hook, Mixer, Penalty, Teacher
 from schemas.sources import Accept, Behaviour, Effect, Environment, Source, SourceName, Timeouts
 
 __all__ = [
@@ -28,14 +29,19 @@ __all__ = [
     "Effect",
     "Engine",
     "Environment",
+    "Grader",
+    "Hook",
     "Metrics",
+    "Mixer",
     "Packer",
+    "Penalty",
     "Pool",
     "RunConfig",
     "Section",
     "Source",
     "SourceName",
     "Store",
+    "Teacher",
     "Timeouts",
     "Trainer",
 ]
@@ -218,6 +224,8 @@ class RunConfig(Section):
     packer: Packer = Packer()
     trainer: Trainer = Trainer()
     metrics: Metrics = Metrics()
+    mixer: Mixer = Mixer()
+    teachers: tuple[Teacher, ...] = Field(default=(), max_length=64)
     pools: tuple[Pool, ...] = Field(min_length=1)
     sources: tuple[Source, ...] = Field(min_length=1)
 
@@ -225,7 +233,8 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         pools = [pool.name for pool in self.pools]
         names = [source.name for source in self.sources]
-        for what, given in (("pool", pools), ("source", names)):
+        teachers = [teacher.name for teacher in self.teachers]
+        for what, given in (("pool", pools), ("source", names), ("teacher", teachers)):
             twice = sorted({name for name in given if given.count(name) > 1})
             if twice:
                 raise ValueError(f"{what} {twice[0]!r} is defined twice")
@@ -250,6 +259,11 @@ class RunConfig(Section):
                 raise ValueError(
                     f"source {source.name!r} is bound to pool {source.pool!r}, which does not exist; pools: {pools}"
                 )
+            unknown = [name for name in source.teachers if name not in teachers]
+            if unknown:
+                raise ValueError(
+                    f"source {source.name!r} is scored by teacher {unknown[0]!r}, which does not exist; teachers: {teachers}"
+                )
             if source.behaviour.max_tokens >= self.engine.max_context:
                 raise ValueError(
                     f"source {source.name!r}: behaviour.max_tokens {source.behaviour.max_tokens} leaves no room for a prompt in "
@@ -268,7 +282,7 @@ class RunConfig(Section):
         size = len(orjson.dumps(self.decisions()))
         if size > MAX_DECISIONS:
             raise ValueError(
-                f"steps, batch and sources are {size} bytes as JSON, limit {MAX_DECISIONS} (they go into one event); "
+                f"steps, batch, mixer and sources are {size} bytes as JSON, limit {MAX_DECISIONS} (they go into one event); "
                 "shorten system prompts and environment options"
             )
         return self
@@ -284,7 +298,7 @@ class RunConfig(Section):
         return largest_remainder(self.host_budget, {pool.name: pool.share for pool in self.pools})
 
     def decisions(self) -> dict[str, Any]:
-        """What decide() functions may read: steps, batch and sources. JSON values only."""
+        """What decide() functions may read: steps, batch, mixer and sources. JSON values only."""
         whole = self.model_dump(mode="json")
         return {key: whole[key] for key in Decisions.model_fields}
 
@@ -294,6 +308,7 @@ class Decisions(Section):
 
     steps: int
     batch: Batch
+    mixer: Mixer = Mixer()
     sources: tuple[Source, ...]
 
     def source(self, name: str) -> Source:

@@ -26,7 +26,7 @@ from schemas.names import NAME_PATTERN
 from schemas.plan import Plan
 from schemas.upcasters import UPCASTERS
 
-CONTRACT = "1.0.0"
+CONTRACT = "2.0.0"
 """Version of the documents. Raise the first number when a fact's version is raised, the second when something is added."""
 JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 DEAD_LETTER = "dead.letter"
@@ -62,10 +62,10 @@ ROUTES: dict[str, Route] = {
     "sequence.failed": Route("agent-loop host", "source", "sequence"),
     "sequence.scored": Route("teacher scorer", "source", "scored"),
     "sample.completed": Route("sampler", "source", "sample"),
-    "sample.graded": Route("grader", "source", "sample"),
+    "sample.graded": Route("grader", "source", "graded"),
     "sample.accepted": Route("sampler", "source", "sample"),
     "sample.rejected": Route("sampler", "source", "sample"),
-    "sample.shaped": Route("sampler", "source", "sample"),
+    "sample.shaped": Route("sampler or hook", "source", "graded"),
     "batch.yielded": Route("sampler", ALL, "step"),
     "window.packed": Route("packer", ALL, "window"),
     "batch.consumed": Route("trainer rank 0", ALL, "step"),
@@ -82,6 +82,7 @@ _PARAMETERS: dict[str, tuple[str, str]] = {
     "limited": ("pool id or source id, as the body's name", "chat"),
     "change": ("<of>-<number>, of the body's fields", "pool-1"),
     "sample": ("sample id: <source>-<index in six digits or more>", "arithmetic-000012"),
+    "graded": ("sample id; -r<revision> follows where the body's revision is above 0", "arithmetic-000012-r1"),
     "sequence": ("sequence id: <sample>-<member>", "arithmetic-000012-3"),
     "attempt": ("attempt id: <sequence>-a<attempt>, of the body's sequence and attempt", "arithmetic-000012-3-a1"),
     "scored": ("<sequence>-<teacher>, of the body's fields", "arithmetic-000012-3-large"),

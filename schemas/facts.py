@@ -222,6 +222,7 @@ class SequenceFinished(_SequenceFact):
     """One attempt finished the sequence; its payload is in the store. At most one per sequence."""
 
     type: ClassVar[str] = "sequence.finished"
+    version: ClassVar[int] = 2
     attempt: int = Field(ge=1, description="the attempt that finished it, from 1")
     reward: Reward = Field(description="the verifier's reward, in the environment's own scale")
     termination: Name = Field(
@@ -240,7 +241,7 @@ class SequenceFailed(_SequenceFact):
     """Every attempt failed; the sequence will never be trained. What its last attempt had sampled is kept."""
 
     type: ClassVar[str] = "sequence.failed"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     attempts: int = Field(ge=0, description="attempts that were made")
     failure: Failure = Field(description="why the last attempt failed")
     contexts: tuple[ContextMeta, ...] = Field(
@@ -253,14 +254,26 @@ class SequenceFailed(_SequenceFact):
 
 
 class SequenceScored(_SequenceFact):
-    """A teacher's scores of a finished sequence are in the store, as a sidecar beside its payload. One per teacher."""
+    """A teacher's scores of a finished sequence are in the store, as a sidecar beside its payload; or why there will be none.
+    One per teacher."""
 
     type: ClassVar[str] = "sequence.scored"
+    version: ClassVar[int] = 2
     teacher: Name = Field(description="the teacher, as the configuration names it")
     tokens: int = Field(ge=0, description="sampled tokens that it scored")
-    scores: PayloadHeader = Field(
-        description="where the scores are in the object store: log-probabilities of the sampled tokens, or top-k"
+    scores: PayloadHeader | None = Field(
+        description="where the scores are in the object store, a row for each loss token in payload order: `logprobs` float32 [L], and of a top-k form `top_ids` int32 and `top_logprobs` float32 [L, k]; null when a failure is given"
     )
+    failure: str | None = Field(
+        default=None, max_length=500, description="why the teacher cannot score it; null when it did"
+    )
+    seconds: float = Field(default=0.0, ge=0, description="what the teacher took")
+
+    @model_validator(mode="after")
+    def _result(self) -> SequenceScored:
+        if (self.scores is None) == (self.failure is None):
+            raise ValueError("a teacher's answer has scores or a failure, one of the two")
+        return self
 
     def id(self) -> str:
         return f"{self.sequence}-{self.teacher}"
@@ -297,10 +310,21 @@ class SampleCompleted(_SampleFact):
         return self
 
 
+Quality = Annotated[float, Field(gt=0, le=1)]
+
+
 class SampleGraded(_SampleFact):
-    """The grader's rewards for the group, in the order of `sample.completed`."""
+    """The grader's rewards for the group, in the order of `sample.completed`.
+
+    Revision 0 is what the group is decided on: the answer, or at the deadline the original rewards. Revision 1 is an answer
+    that came after that.
+    """
 
     type: ClassVar[str] = "sample.graded"
+    version: ClassVar[int] = 2
+    revision: int = Field(
+        default=0, ge=0, le=1, description="0: what the group is decided on; 1: a late answer"
+    )
     grader: Name = Field(
         description="the source's grader, a legal name made of its configuration; none: rewards are the verifiers'"
     )
@@ -310,6 +334,31 @@ class SampleGraded(_SampleFact):
     fallback: str | None = Field(
         default=None, max_length=500, description="why the original rewards were kept, if grading failed"
     )
+    quality: tuple[Quality, ...] = Field(
+        default=(), description="one per finished sequence, how good it is; empty: the grader does not say"
+    )
+    hacks: tuple[bool, ...] = Field(
+        default=(),
+        description="one per finished sequence, whether it is a confirmed reward hack, whose reward is 0; empty: none",
+    )
+    report: Ref | None = Field(
+        default=None, description="the grader's whole answer (JSON) in the object store, with its reasons"
+    )
+    attempts: int = Field(default=0, ge=0, description="tries that it took")
+    seconds: float = Field(default=0.0, ge=0, description="from the first try to the answer")
+    cost: float = Field(
+        default=0.0, ge=0, description="what the tries cost, in the unit of the grader's prices"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> SampleGraded:
+        for name in ("quality", "hacks"):
+            if getattr(self, name) and len(getattr(self, name)) != len(self.rewards):
+                raise ValueError(f"{len(getattr(self, name))} {name} for {len(self.rewards)} rewards")
+        return self
+
+    def id(self) -> str:
+        return self.sample if self.revision == 0 else f"{self.sample}-r{self.revision}"
 
 
 class SampleAccepted(_SampleFact):
@@ -328,8 +377,11 @@ class SampleRejected(_SampleFact):
     """The group will not be trained."""
 
     type: ClassVar[str] = "sample.rejected"
-    reason: Literal["all_zero", "pass_rate", "failed", "no_loss", "overlong", "stale", "evaluation"] = Field(
-        description="failed: too few sequences finished, or the grader answered for others; no_loss: no token carries loss; overlong: a context is longer than a micro-batch; pass_rate, all_zero: the source's accept rule; stale: too old for the next batch; evaluation: never trained"
+    version: ClassVar[int] = 2
+    reason: Literal[
+        "all_zero", "pass_rate", "failed", "no_loss", "overlong", "stale", "evaluation", "duplicate"
+    ] = Field(
+        description="failed: too few sequences finished, or the grader answered for others; no_loss: no token carries loss; overlong: a context is longer than a micro-batch; pass_rate, all_zero: the source's accept rule; stale: too old for the next batch; evaluation: never trained; duplicate: another accepted group has its task"
     )
     pass_rate: float | None = Field(
         default=None,
@@ -340,12 +392,30 @@ class SampleRejected(_SampleFact):
 
 
 class SampleShaped(_SampleFact):
-    """Advantages of an accepted group, one per finished sequence, in the order of `sample.completed`."""
+    """Advantages of an accepted group, one per finished sequence, in the order of `sample.completed`. Those with the highest
+    revision count, when they come before the group's batch is decided."""
 
     type: ClassVar[str] = "sample.shaped"
-    revision: int = Field(default=0, ge=0, description="0; room for advantages that are shaped anew")
-    estimator: Name = Field(description="advantage estimator of the source: grpo, rloo, dr_grpo")
-    advantages: tuple[float, ...] = Field(description="one per finished sequence: of each of its loss tokens")
+    version: ClassVar[int] = 2
+    revision: int = Field(
+        default=0, ge=0, description="0; that of a late sample.graded by which it is shaped anew"
+    )
+    estimator: Name = Field(
+        description="what made the advantages: grpo, rloo, dr_grpo, ..., or a legal name made of a hook's import path"
+    )
+    advantages: tuple[float, ...] = Field(
+        description="one per finished sequence: of each of its loss tokens, or with a sidecar their mean"
+    )
+    sidecars: tuple[PayloadHeader | None, ...] = Field(
+        default=(),
+        description="one per finished sequence: where the advantages of its loss tokens are (float32 column `advantages`, payload order), null for one without; empty: none has any",
+    )
+    by: Literal["sampler", "hook"] = Field(
+        default="sampler", description="who shaped it: the sampler from events alone, or the hook service"
+    )
+
+    def id(self) -> str:
+        return self.sample if self.revision == 0 else f"{self.sample}-r{self.revision}"
 
 
 class SourceShare(Frozen):
@@ -361,17 +431,28 @@ class SourceShare(Frozen):
     )
 
 
+class PenaltyFactors(Frozen):
+    """What the advantages of unflagged tokens are multiplied by over the whole batch, so that penalties move none of its mass."""
+
+    alpha: float = Field(ge=0, description="of sequences with a positive advantage")
+    beta: float = Field(ge=0, description="of sequences with a negative one")
+
+
 class BatchYielded(Fact):
     """A batch is decided. Its members are, of each source, the oldest `groups` samples that were shaped up to stream
     sequence `through` and are fresh enough for this step; so a refold needs no object. The plan is in the store."""
 
     type: ClassVar[str] = "batch.yielded"
+    version: ClassVar[int] = 2
     step: int = Field(ge=1, description="number of the batch and of the optimizer step on it, from 1")
     through: int = Field(ge=0, description="stream sequence of the event that this was decided on")
     policy_version: int = Field(ge=0, description="version that the batch will update")
     sources: dict[Name, SourceShare] = Field(description="what each source gave, by source id")
     microbatches: int = Field(ge=1, description="per data-parallel rank, equal on all")
     plan: Ref = Field(description="the plan (JSON, see the plan's schema) in the object store")
+    factors: PenaltyFactors | None = Field(
+        default=None, description="of the hook segment_penalty; null where no source has it"
+    )
 
     def id(self) -> str:
         return f"{self.step:06d}"

@@ -14,6 +14,16 @@ def payload_key(run: str, source: str, attempt: str) -> str:
     return f"{run_prefix(run)}/payloads/{checked_name(source, 'source')}/{checked_name(attempt, 'attempt id')}.safetensors"
 
 
+def sidecar_key(payload: str, name: str) -> str:
+    """What was made of a payload later, beside it: `advantages.0`, `teacher.large`."""
+    return f"{payload.removesuffix('.safetensors')}.{name}.safetensors"
+
+
+def grading_key(run: str, source: str, sample: str, revision: int) -> str:
+    """A grader's whole answer on a group."""
+    return f"{run_prefix(run)}/grading/{checked_name(source, 'source')}/{checked_name(sample, 'sample')}-r{revision}.json"
+
+
 def artefact_key(run: str, attempt: str, name: str) -> str:
     """What an attempt's trial left to be looked at."""
     return (

@@ -88,6 +88,18 @@ class Span(Frozen):
     end: int = Field(ge=0, description="row after the last")
 
 
+def _none(value: object) -> bool:
+    return not value
+
+
+class Flag(Frozen):
+    """Rows [start, end) of a context that rules have flagged."""
+
+    start: int = Field(ge=0, description="first row, from the context's own row 0")
+    end: int = Field(ge=1, description="row after the last")
+    rules: int = Field(ge=1, lt=1 << 16, description="bit i: the source's penalty i, from 0, flagged them")
+
+
 class ContextMeta(Frozen):
     """One context of a finished sequence: all that planning may know about it. Spans count from the context's own row 0."""
 
@@ -98,6 +110,12 @@ class ContextMeta(Frozen):
     loss_spans: tuple[Span, ...] = Field(description="rows with loss_mask 1, ascending, disjoint")
     min_version: int = Field(ge=0, description="oldest policy version among the sampled tokens")
     max_version: int = Field(ge=0, description="newest policy version among the sampled tokens")
+    flags: tuple[Flag, ...] = Field(
+        default=(),
+        # Left out where there are none, so that plans of runs without rules are the same bytes as ever.
+        exclude_if=_none,
+        description="sampled rows that the source's penalties have flagged, ascending, disjoint",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ContextMeta:
@@ -109,6 +127,13 @@ class ContextMeta(Frozen):
                     f"loss span [{span.start}, {span.end}) of a context of {self.tokens} tokens is empty, outside, or not after row {at}"
                 )
             at = span.end
+        at = 0
+        for flag in self.flags:
+            if not at <= flag.start < flag.end <= self.tokens:
+                raise ValueError(
+                    f"flagged rows [{flag.start}, {flag.end}) of a context of {self.tokens} tokens are empty, outside, or not after row {at}"
+                )
+            at = flag.end
         if self.loss_tokens() > self.generated:
             raise ValueError(
                 f"{self.loss_tokens()} tokens carry loss, but only {self.generated} were generated"

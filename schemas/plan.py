@@ -20,6 +20,10 @@ from schemas.payload import ContextMeta, Frozen, PayloadHeader
 PLAN_VERSION = 1
 
 
+def _absent(value: object) -> bool:
+    return not value
+
+
 class PlanSequence(Frozen):
     """A sequence whose contexts are rows of the plan; its header spares the packers a fetch."""
 
@@ -28,6 +32,11 @@ class PlanSequence(Frozen):
     sequence: Name = Field(description="sequence id")
     payload: PayloadHeader = Field(description="as in sequence.finished")
     contexts: tuple[ContextMeta, ...] = Field(description="as in sequence.finished")
+    advantages: PayloadHeader | None = Field(
+        default=None,
+        exclude_if=_absent,
+        description="sidecar with an advantage for each loss token (float32 column `advantages`, payload order), which stands for the rows' own; left out: the rows' own count",
+    )
 
 
 class PlanRows(Frozen):
@@ -41,6 +50,25 @@ class PlanRows(Frozen):
     loss_weight: tuple[float, ...] = Field(
         description="of every loss token of the row; the weights of a batch sum to 1 over its loss tokens"
     )
+    scale: tuple[float, ...] = Field(
+        default=(),
+        exclude_if=_absent,
+        description="what the advantages of the row are multiplied by, outside its changed tokens; left out: 1",
+    )
+
+
+class PlanChanges(Frozen):
+    """What penalties do to the advantages of flagged tokens, as columns, all of one length: on tokens [start, end) of row
+    `row`'s context the advantage A becomes `multiply * A + add`, and where `keep` is false they are not trained."""
+
+    row: tuple[int, ...] = Field(description="row of the plan, ascending")
+    start: tuple[int, ...] = Field(
+        description="first token, from the context's own row 0; ascending in a row, disjoint"
+    )
+    end: tuple[int, ...] = Field(description="token after the last")
+    multiply: tuple[float, ...] = Field(description="factor of the advantage")
+    add: tuple[float, ...] = Field(description="added to the product")
+    keep: tuple[bool, ...] = Field(description="whether the tokens are trained")
 
 
 class Plan(Frozen):
@@ -57,12 +85,17 @@ class Plan(Frozen):
     loss_tokens: int = Field(ge=0, description="of the whole batch")
     sequences: tuple[PlanSequence, ...] = Field(description="the batch's sequences, each once")
     rows: PlanRows = Field(description="the contexts that are trained, one a row, as columns")
+    changes: PlanChanges | None = Field(
+        default=None, exclude_if=_absent, description="of flagged tokens; left out: there are none"
+    )
 
     def check(self) -> None:
         """Asserts the promises; raises ValueError that names the row or micro-batch at fault."""
         rows = self.rows
         count = len(rows.sequence)
         lengths = {name: len(getattr(rows, name)) for name in type(rows).model_fields}
+        if not rows.scale:
+            del lengths["scale"]
         if set(lengths.values()) != {count}:
             raise ValueError(f"plan {self.run}/{self.step}: columns of unequal length {lengths}")
         seen: set[tuple[int, int]] = set()

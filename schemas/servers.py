@@ -11,7 +11,7 @@ from schemas.section import Section
 _SHORTEST_AGE_S = 3600.0
 
 
-def _without_credentials(url: str) -> str:
+def without_credentials(url: str) -> str:
     if "@" in url:
         # The value is not shown: the message goes to logs.
         raise ValueError("a URL may hold no credentials; put them in a file and name it")
@@ -49,7 +49,7 @@ class Broker(Section):
             )
         return value
 
-    _url = field_validator("url")(_without_credentials)
+    _url = field_validator("url")(without_credentials)
 
 
 class Store(Section):
@@ -67,7 +67,7 @@ class Store(Section):
         description="JSON file with access_key and secret_key; empty: the environment's AWS credentials",
     )
 
-    _url = field_validator("url", "endpoint")(_without_credentials)
+    _url = field_validator("url", "endpoint")(without_credentials)
 
 
 class Engine(Section):
@@ -109,12 +109,12 @@ class Engine(Section):
         default="auto", description="how reasoning is read: auto, none, think, or module:Class"
     )
 
-    _url = field_validator("url")(_without_credentials)
+    _url = field_validator("url")(without_credentials)
 
     @field_validator("replicas")
     @classmethod
     def _urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_without_credentials(url) for url in value)
+        return tuple(without_credentials(url) for url in value)
 
     @model_validator(mode="after")
     def _given(self) -> Engine:

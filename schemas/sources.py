@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from schemas.names import Name
 from schemas.section import Section
+from schemas.signal import MAX_PENALTIES, Grader, Hook, Penalty
 
 SourceName = Annotated[Name, Field(max_length=64)]
 """Shorter than other names: sample, sequence and attempt ids are made from it."""
@@ -67,7 +68,7 @@ Effect = Literal["train", "mask", "retry"]
 
 
 class Accept(Section):
-    """Which groups are trained. A group passes when `min < pass rate < max`."""
+    """Which groups are trained. A group passes when `min < pass rate < max`, or `<=` where they are inclusive."""
 
     min: float = Field(
         default=0.0, ge=-1, le=1, description="pass rate at or under which a group is rejected; -1: never"
@@ -75,8 +76,27 @@ class Accept(Section):
     max: float = Field(
         default=1.0, ge=0, le=2, description="pass rate at or over which a group is rejected; 2: never"
     )
+    inclusive: bool = Field(
+        default=False, description="whether pass rates of exactly min and max are accepted"
+    )
+    min_members: int = Field(
+        default=0,
+        ge=0,
+        le=512,
+        description="finished sequences that a group needs, the others having failed; 0: two, or one of a group of one",
+    )
+    duplicates: Literal["keep", "reject"] = Field(
+        default="keep",
+        description="reject: a group whose task another accepted group has that is in no batch yet",
+    )
     drop_all_zero: bool = Field(default=True, description="reject a group whose advantages are all zero")
     pass_reward: float = Field(default=1.0, description="a sequence passes when its reward is at least this")
+
+    def takes(self, rate: float) -> bool:
+        """Whether a group of that pass rate is trained."""
+        if self.inclusive:
+            return self.min <= rate <= self.max
+        return self.min < rate < self.max
 
 
 class Source(Section):
@@ -94,8 +114,30 @@ class Source(Section):
     staleness: int = Field(
         default=4, ge=0, description="policy versions that a token may be behind the policy it updates"
     )
-    estimator: Literal["grpo", "rloo", "dr_grpo"] = Field(default="grpo", description="advantage estimator")
-    grader: str = Field(default="none", description="none, or module:function of a group-wise grader")
+    tasks: int = Field(
+        default=0,
+        ge=0,
+        description="different tasks of the environment, which come round again after that; 0: each group has a new one",
+    )
+    estimator: Literal["grpo", "rloo", "dr_grpo"] = Field(
+        default="grpo", description="advantage estimator, where there are no hooks"
+    )
+    hooks: tuple[Hook, ...] = Field(
+        default=(),
+        max_length=32,
+        description="from rewards to advantages, in this order; empty: the estimator alone",
+    )
+    penalties: tuple[Penalty, ...] = Field(
+        default=(),
+        max_length=MAX_PENALTIES,
+        description="rules on what agents do, and what becomes of flagged tokens",
+    )
+    grader: Grader = Field(
+        default=Grader(), description="who judges its groups; a text is the kind of one with no options"
+    )
+    teachers: tuple[Name, ...] = Field(
+        default=(), max_length=8, description="teachers that score its sequences"
+    )
     concurrency: int = Field(
         default=0,
         ge=0,
@@ -116,6 +158,11 @@ class Source(Section):
     behaviour: Behaviour = Behaviour()
     environment: Environment
     accept: Accept = Accept()
+
+    @field_validator("grader", mode="before")
+    @classmethod
+    def _by_kind(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _role(self) -> Source:
@@ -138,6 +185,15 @@ class Source(Section):
                 f"source {self.name!r}: concurrency {self.concurrency} is below group_size {self.group_size}, and a group is "
                 "dispatched as a whole; raise concurrency, or leave it 0 for no limit"
             )
+        if self.accept.min_members > self.group_size:
+            raise ValueError(
+                f"source {self.name!r}: accept.min_members {self.accept.min_members} is above group_size {self.group_size}"
+            )
+        if self.accept.duplicates == "reject" and 0 < self.tasks < self.groups:
+            raise ValueError(
+                f"source {self.name!r}: a batch of {self.groups} groups without duplicates needs as many tasks, and it has {self.tasks}; "
+                "lower groups, or keep duplicates"
+            )
         if self.groups and not self._acceptable():
             raise ValueError(
                 f"source {self.name!r}: no pass rate of {self.group_size} sequences is between accept.min {self.accept.min} and "
@@ -147,4 +203,4 @@ class Source(Section):
 
     def _acceptable(self) -> bool:
         rates = (passed / self.group_size for passed in range(self.group_size + 1))
-        return any(self.accept.min < rate < self.accept.max for rate in rates)
+        return any(self.accept.takes(rate) for rate in rates)

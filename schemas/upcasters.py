@@ -30,9 +30,51 @@ def _sequence_verified_1(body: Body) -> Body:
     return body
 
 
+def _sequence_failed_2(body: Body) -> Body:
+    """Version 3 may flag rows of its contexts."""
+    return body
+
+
+def _sequence_finished_1(body: Body) -> Body:
+    """Version 2 may flag rows of its contexts."""
+    return body
+
+
+def _sequence_scored_1(body: Body) -> Body:
+    """Version 2 may say why there are no scores."""
+    return body
+
+
+def _sample_graded_1(body: Body) -> Body:
+    """Version 2 may have qualities and hacks, and come late."""
+    return body
+
+
+def _sample_rejected_1(body: Body) -> Body:
+    """Version 2 knows duplicates."""
+    return body
+
+
+def _sample_shaped_1(body: Body) -> Body:
+    """Version 2 may have sidecars, and come anew."""
+    return body
+
+
+def _batch_yielded_1(body: Body) -> Body:
+    """Version 2 may say the factors of penalties."""
+    return body
+
+
 UPCASTERS: dict[tuple[str, int], Callable[[Body], Body]] = {
     ("run.started", 1): _run_started_1,
     ("sequence.failed", 1): _sequence_failed_1,
+    ("sequence.failed", 2): _sequence_failed_2,
+    ("sequence.finished", 1): _sequence_finished_1,
+    ("sequence.scored", 1): _sequence_scored_1,
+    ("sample.graded", 1): _sample_graded_1,
+    ("sample.rejected", 1): _sample_rejected_1,
+    ("sample.shaped", 1): _sample_shaped_1,
+    ("batch.yielded", 1): _batch_yielded_1,
     ("sequence.verified", 1): _sequence_verified_1,
 }
 """From (type, version) to the body of version + 1."""

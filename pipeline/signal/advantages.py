@@ -9,9 +9,12 @@ Promises (float64, n >= 1 finite rewards):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+
+from pipeline.signal.hooks import Signal, Stage
 
 Rewards = Sequence[float]
 Advantages = npt.NDArray[np.float64]
@@ -62,3 +65,26 @@ def rloo(rewards: Rewards) -> Advantages:
 
 
 ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+
+
+class _Estimator:
+    """A hook that makes advantages of rewards alone."""
+
+    stage: Stage = "advantages"
+    columns: tuple[str, ...] = ()
+    estimate: Callable[[Rewards], Advantages]
+
+    def __call__(self, signal: Signal) -> Signal:
+        return replace(signal, advantages=type(self).estimate(signal.rewards.tolist()))
+
+
+class Grpo(_Estimator):
+    estimate = staticmethod(grpo)
+
+
+class DrGrpo(_Estimator):
+    estimate = staticmethod(dr_grpo)
+
+
+class Rloo(_Estimator):
+    estimate = staticmethod(rloo)

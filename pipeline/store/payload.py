@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast, get_args
@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from safetensors.numpy import save
 
 from pipeline.checksum import crc32c
-from pipeline.store.errors import ObjectDamaged, ObjectMissing
+from pipeline.store.errors import ObjectDamaged, ObjectExists, ObjectMissing
 from pipeline.store.objects import ObjectStore, off_loop
 from pipeline.store.ranges import Range
 from schemas.payload import BLOCK_TOKENS, COLUMNS, PAYLOAD_VERSION, ColumnHeader, DType, PayloadHeader, Span
@@ -65,9 +65,34 @@ async def write_payload(store: ObjectStore, key: str, columns: Mapping[str, Colu
     return header
 
 
-def encode_payload(key: str, columns: Mapping[str, Column]) -> tuple[bytes, PayloadHeader]:
-    """The object's bytes and its header. Raises BadPayload."""
-    _check(key, columns)
+async def write_sidecar(store: ObjectStore, key: str, columns: Mapping[str, Column]) -> PayloadHeader:
+    """Writes what was made of a payload later, in the same form, and returns its header: of what stands there already where
+    another wrote it first, for which the header must be of the same columns.
+
+    Columns of any names; the first dimension is the row. Raises BadPayload, ObjectExists, StoreUnavailable.
+    """
+    size = sum(column.nbytes for column in columns.values())
+    data, header = await off_loop(size, encode_payload, key, columns, ())
+    try:
+        await store.create(key, data)
+    except ObjectExists:
+        # Scored or shaped twice, at once or after a crash: the first stands, as its fact may.
+        found = await read_header(store, key)
+        if _form(found) != _form(header):
+            raise
+        return found
+    return header
+
+
+def _form(header: PayloadHeader) -> list[tuple[object, ...]]:
+    return sorted((column.name, column.dtype, column.shape) for column in header.columns)
+
+
+def encode_payload(
+    key: str, columns: Mapping[str, Column], required: Collection[str] = tuple(COLUMNS)
+) -> tuple[bytes, PayloadHeader]:
+    """The object's bytes and its header; `required`: columns that it must have. Raises BadPayload."""
+    _check(key, columns, required)
     tensors = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     sums = {name: _block_sums(column) for name, column in tensors.items()}
     metadata = {
@@ -196,8 +221,8 @@ def _block_sums(column: Column) -> list[int]:
     return [crc32c(body[at * step : (at + 1) * step]) for at in range(-(-column.shape[0] // BLOCK_TOKENS))]
 
 
-def _check(key: str, columns: Mapping[str, Column]) -> None:
-    missing = sorted(set(COLUMNS) - set(columns))
+def _check(key: str, columns: Mapping[str, Column], required: Collection[str]) -> None:
+    missing = sorted(set(required) - set(columns))
     if missing:
         raise BadPayload(f"payload {key} lacks column {missing[0]!r}; every payload has {sorted(COLUMNS)}")
     for name, column in columns.items():
@@ -210,7 +235,7 @@ def _check(key: str, columns: Mapping[str, Column]) -> None:
                 f"payload {key}: column {name!r} is {column.dtype.str} of {column.ndim} dimensions; "
                 f"give little-endian {sorted(_DTYPES)} of at least 1"
             )
-        if name in COLUMNS and column.dtype.name != COLUMNS[name]:
+        if name in required and column.dtype.name != COLUMNS[name]:
             raise BadPayload(
                 f"payload {key}: column {name!r} is {column.dtype.name}, must be {COLUMNS[name]}"
             )
@@ -219,8 +244,8 @@ def _check(key: str, columns: Mapping[str, Column]) -> None:
             raise BadPayload(
                 f"payload {key}: column {name!r}, row {at} is {column[at]!r}, not a finite number"
             )
-    length = columns["tokens"].shape[0]
-    for name in COLUMNS:
+    for name in required:
+        length = columns["tokens"].shape[0]
         shape = columns[name].shape
         if (shape[1:] != (5,)) if name == "segments" else (shape != (length,)):
             raise BadPayload(

@@ -129,11 +129,14 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
                     f"no rules label a request {unknown[0]!r}; labels: {', '.join(LABELS)}",
                 )
             )
-        if ":" in source.grader:
-            asked.append((("sources", i, "grader"), Asked("grader", source.grader)))
-        elif source.grader != "none":
+        if ":" in source.grader.kind:
+            asked.append((("sources", i, "grader", "kind"), Asked("grader", source.grader.kind)))
+        elif source.grader.kind != "none":
             found.append(
-                (("sources", i, "grader"), f"grader {source.grader!r} is neither none nor module:function")
+                (
+                    ("sources", i, "grader", "kind"),
+                    f"grader {source.grader.kind!r} is neither none nor module:function",
+                )
             )
     # An interpreter that does not start is told once.
     broken = {config.pools[int(at[1])].python for at, _ in found if (at[0], at[-1]) == ("pools", "python")}

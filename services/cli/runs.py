@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import load
+from pipeline.signal.hooks import built_in, chain
 from schemas.config import RunConfig
 from services.cli.embedded import LaunchError, is_embedded
 from services.cli.reach import read_record
@@ -203,6 +204,10 @@ def unit_arguments(config: RunConfig) -> list[tuple[str, list[tuple[str, list[st
         return f"{service}-{index}", [service, "--index", str(index)]
 
     units = [single("sampler"), single("dispatcher"), single("grader")]
+    if not all(built_in(source) and chain(source).pure for source in config.sources):
+        units.append(single("hook"))
+    if any(source.teachers for source in config.sources):
+        units.append(single("teacher"))
     for host in host_places(config):
         pool = ["--pool", host.pool] if host.pool else []
         units.append((host.name, [(host.name, [host.service, *pool, "--index", str(host.index)])]))

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import ConfigError, Override, load
 from pipeline.harnesses.environments.harbor import BrokenTasks
-from schemas.config import RunConfig
+from schemas.config import Grader, RunConfig
 from services.cli import check
 from services.cli.check import Place, faults, load_checked
 from services.cli.policy import SMOLLM2
@@ -67,7 +67,7 @@ def test_what_is_there_has_no_fault() -> None:
     assert faults(load(DEMO)) == []
     for config in (
         changed("pools", 0, harness="mine:Harness"),
-        changed("sources", 0, grader="mine:grade"),
+        changed("sources", 0, grader=Grader(kind="mine:grade")),
         environment(kind="mine:Good", options={"size": 2}),
         changed("store", None, url="s3://bucket/prefix"),
     ):
@@ -102,9 +102,21 @@ KIND: Place = ("sources", 1, "environment", "kind")
             KIND,
             "environment.kind 'calculator' refuses its options: lo: Extra",
         ),
-        (changed("sources", 0, grader="nun"), ("sources", 0, "grader"), "neither none nor module:function"),
-        (changed("sources", 0, grader="mine:absent"), ("sources", 0, "grader"), "has no attribute 'absent'"),
-        (changed("sources", 0, grader="mine:not_callable"), ("sources", 0, "grader"), "is not callable"),
+        (
+            changed("sources", 0, grader=Grader(kind="nun")),
+            ("sources", 0, "grader", "kind"),
+            "neither none nor module:function",
+        ),
+        (
+            changed("sources", 0, grader=Grader(kind="mine:absent")),
+            ("sources", 0, "grader", "kind"),
+            "has no attribute 'absent'",
+        ),
+        (
+            changed("sources", 0, grader=Grader(kind="mine:not_callable")),
+            ("sources", 0, "grader", "kind"),
+            "is not callable",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

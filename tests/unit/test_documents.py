@@ -207,7 +207,7 @@ def test_what_a_reader_refuses_does_not_fit_the_documents() -> None:
     for name in ("ce-id", "ce-typeversion", EXPECTED_LAST):
         assert not HEADERS["sequence.finished"].is_valid({k: v for k, v in headers.items() if k != name})
     assert not HEADERS["sequence.finished"].is_valid({**headers, "ce-type": "sample.graded"})
-    assert not HEADERS["sequence.finished"].is_valid({**headers, "ce-typeversion": "2"})
+    assert not HEADERS["sequence.finished"].is_valid({**headers, "ce-typeversion": "3"})
     wrong = [
         {**body, "reward": "much"},
         {**body, "more": 1},

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.replay import SERVICES, Rerun
 from schemas.envelope import Event
-from schemas.facts import FACTS, BatchYielded, RunStarted
+from schemas.facts import FACTS, BatchYielded, Fact, RunStarted
 from tests.recorded import DEMO, demo_events, demo_messages
 
 ROOT = Path(__file__).parents[2]
@@ -65,9 +65,14 @@ def test_the_recorded_demo_is_decided_again_byte_for_byte_under_two_hash_seeds()
     ]
 
 
+def body(fact: Fact) -> bytes:
+    return orjson.dumps(fact.model_dump(mode="json"))
+
+
 def test_the_recorded_bodies_are_the_bytes_that_are_decided() -> None:
-    """Not by our comparison: the body of the message against the bytes of the decision, and a plan by its checksum."""
-    recorded = {message.subject: message.body for message in demo_messages()}
+    """Not by our comparison: what is recorded, as the bytes of today's version, against those of the decision; and a plan by
+    its checksum."""
+    recorded = {event.fact.subject("demo").text: body(event.fact) for event in demo_events()}
     checked = 0
     for name in ("mixer", "sampler"):
         core, seen = SERVICES[name].core("demo"), set[str]()
@@ -78,10 +83,10 @@ def test_the_recorded_bodies_are_the_bytes_that_are_decided() -> None:
                 if subject in seen:
                     continue
                 seen.add(subject)
-                assert orjson.dumps(decision.fact.model_dump(mode="json")) == recorded[subject]
+                assert body(decision.fact) == recorded[subject]
                 if isinstance(decision.fact, BatchYielded):
-                    (body,) = decision.objects.values()
-                    assert len(body) == decision.fact.plan.bytes
+                    (plan,) = decision.objects.values()
+                    assert len(plan) == decision.fact.plan.bytes
                 checked += 1
     assert checked == 361 + 139
 

@@ -81,7 +81,7 @@ def _graded(
 
 
 async def serve(ctx: Context) -> None:
-    graders = {source.name: (source.grader, resolve(source.grader)) for source in ctx.config.sources}
+    graders = {source.name: (source.grader.kind, resolve(source.grader.kind)) for source in ctx.config.sources}
     work = await ctx.log.work("grader", "sample.completed", ack_wait_s=_ACK_WAIT_S)
 
     async def handle(delivery: Delivery) -> None:
