@@ -20,11 +20,13 @@ help:  ## list the targets
 
 venv: $(STAMP)  ## make .venv and install packtrain into it
 
+# The wheels of verl and TRL (3 MB) are not installed: tests call functions out of them.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "packtrain needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=/path/to/python3.11" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing packtrain, torch and the test tools into $(VENV): 2 GB, about a minute on an idle machine ...'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/peers verl==0.9.1 trl==1.16.0
 	@touch $@
 
 demo: $(STAMP)  ## run the whole pipeline for STEPS=5 steps

@@ -264,6 +264,11 @@ class RunConfig(Section):
                 raise ValueError(
                     f"source {source.name!r} is scored by teacher {unknown[0]!r}, which does not exist; teachers: {teachers}"
                 )
+            if source.groups and 0 < self.mixer.in_flight < source.group_size:
+                raise ValueError(
+                    f"mixer.in_flight {self.mixer.in_flight} is below group_size {source.group_size} of source {source.name!r}, and a group "
+                    "is dispatched as a whole; raise mixer.in_flight, or leave it 0 for no limit"
+                )
             if source.behaviour.max_tokens >= self.engine.max_context:
                 raise ValueError(
                     f"source {source.name!r}: behaviour.max_tokens {source.behaviour.max_tokens} leaves no room for a prompt in "

@@ -19,7 +19,7 @@ from schemas.payload import ContextMeta, Frozen, PayloadHeader, Ref
 MAX_BODY = 64 * 1024
 ALL = "all"
 """Scope of facts that belong to no single source, pool or host."""
-RULES = 1
+RULES = 2
 """Version of the decision rules: raised when a core decides otherwise on the same events, so that a recorded run names
 the rules that made it."""
 MAX_REWARD = 1e9
@@ -48,19 +48,39 @@ class Fact(Frozen):
         return Subject(run, entity, fact, self.scope(), self.id())
 
 
+class Inherited(Frozen):
+    """Groups of another run with which a run begins: accepted there, and never put into a batch. They are the first groups of
+    their sources, from number 0; the launcher publishes their facts."""
+
+    run: Name = Field(description="the run that they are of")
+    groups: dict[Name, Annotated[int, Field(ge=1)]] = Field(description="how many, by source id")
+    facts: Ref = Field(description="their facts (JSON) in the object store, as they enter this run's log")
+
+
 class RunStarted(Fact):
     """A run begins. Carries the configuration that decisions depend on, so that a refold needs nothing else."""
 
     type: ClassVar[str] = "run.started"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     run: Name = Field(description="run id, the same as in the subject and the stream's name")
     config: dict[str, Any] = Field(
         description="the decision part of the configuration, as `RunConfig.decisions()` gives it"
     )
     rules: int = Field(default=RULES, ge=1, description="version of the decision rules that make the run")
+    inherited: Inherited | None = Field(
+        default=None, description="another run's groups that it begins with; null: none"
+    )
 
     def id(self) -> str:
         return self.run
+
+    def begins_with(self, fact: Fact) -> bool:
+        """Whether the fact sends out a group that the run inherited: it is nobody's decision in this run."""
+        return (
+            self.inherited is not None
+            and isinstance(fact, SequenceDispatched)
+            and sample_index(fact.sample, fact.source) < self.inherited.groups.get(fact.source, 0)
+        )
 
 
 class RunStopped(Fact):
@@ -381,7 +401,7 @@ class SampleRejected(_SampleFact):
     reason: Literal[
         "all_zero", "pass_rate", "failed", "no_loss", "overlong", "stale", "evaluation", "duplicate"
     ] = Field(
-        description="failed: too few sequences finished, or the grader answered for others; no_loss: no token carries loss; overlong: a context is longer than a micro-batch; pass_rate, all_zero: the source's accept rule; stale: too old for the next batch; evaluation: never trained; duplicate: another accepted group has its task"
+        description="failed: too few sequences finished, the grader answered for others, or its hooks gave no advantages; no_loss: no token carries loss; overlong: a context is longer than a micro-batch; pass_rate, all_zero: the source's accept rule; stale: too old for the next batch; evaluation: never trained; duplicate: another accepted group has its task"
     )
     pass_rate: float | None = Field(
         default=None,
@@ -389,6 +409,10 @@ class SampleRejected(_SampleFact):
     )
     mean_reward: float | None = Field(default=None, description="as in sample.accepted; null as pass_rate is")
     tokens: int = Field(default=0, ge=0, description="tokens of all contexts of all finished sequences")
+    by: Literal["sampler", "hook"] = Field(
+        default="sampler",
+        description="who rejected it: the sampler, or the hook service an accepted group that it could not shape (failed), or whose advantages are all zero",
+    )
 
 
 class SampleShaped(_SampleFact):

@@ -19,9 +19,9 @@ def sidecar_key(payload: str, name: str) -> str:
     return f"{payload.removesuffix('.safetensors')}.{name}.safetensors"
 
 
-def grading_key(run: str, source: str, sample: str, revision: int) -> str:
-    """A grader's whole answer on a group."""
-    return f"{run_prefix(run)}/grading/{checked_name(source, 'source')}/{checked_name(sample, 'sample')}-r{revision}.json"
+def grading_key(run: str, source: str, sample: str) -> str:
+    """A grader's whole answer on a group, of which there is at most one: as its revision 0, or late as its revision 1."""
+    return f"{run_prefix(run)}/grading/{checked_name(source, 'source')}/{checked_name(sample, 'sample')}.json"
 
 
 def artefact_key(run: str, attempt: str, name: str) -> str:

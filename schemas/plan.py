@@ -2,22 +2,27 @@
 
 Written once to the store by the sampler at yield, read by the packers. Metadata only: making it touches no tensor.
 
-Promises (`Plan.check` checks the first two):
+Promises (`Plan.check` checks them):
 - every row's context is in exactly one (dp, microbatch), and every rank has the same number of micro-batches;
 - no micro-batch holds more than `token_budget` tokens; one of a batch with fewer rows than micro-batches is empty;
-- denominators ride in the plan: a row's `loss_weight` is per loss token, so ranks only sum.
+- denominators ride in the plan: a row's `loss_weight` is per trained token, so ranks only sum, and to 1;
+- what penalties change is a loss token of its row's context, and is changed once;
+- a sidecar has one advantage for each loss token of its sequence.
 """
 
 from __future__ import annotations
 
+from math import fsum
 from typing import Literal
 
 from pydantic import Field
 
 from schemas.names import Name
-from schemas.payload import ContextMeta, Frozen, PayloadHeader
+from schemas.payload import ContextMeta, Frozen, PayloadHeader, Span
 
 PLAN_VERSION = 1
+_WEIGHT_ERROR = 1e-6
+"""That the weights of a batch may differ from 1 by, through rounding."""
 
 
 def _absent(value: object) -> bool:
@@ -90,36 +95,105 @@ class Plan(Frozen):
     )
 
     def check(self) -> None:
-        """Asserts the promises; raises ValueError that names the row or micro-batch at fault."""
+        """Asserts the promises; raises ValueError that names the row, sequence or micro-batch at fault."""
+        self._check_places()
+        self._check_sidecars()
+        untrained = self._check_changes()
+        rows = self.rows
+        trained = [self._context(i).loss_tokens() - untrained[i] for i in range(len(untrained))]
+        if sum(trained) != self.loss_tokens:
+            raise ValueError(
+                f"{self._name()}: its rows have {sum(trained)} trained tokens, loss_tokens is {self.loss_tokens}"
+            )
+        weight = fsum(each * tokens for each, tokens in zip(rows.loss_weight, trained, strict=True))
+        if self.loss_tokens and abs(weight - 1) > _WEIGHT_ERROR:
+            raise ValueError(
+                f"{self._name()}: the weights of its {self.loss_tokens} trained tokens sum to {weight}, not to 1"
+            )
+
+    def _name(self) -> str:
+        return f"plan {self.run}/{self.step}"
+
+    def _context(self, row: int) -> ContextMeta:
+        return self.sequences[self.rows.sequence[row]].contexts[self.rows.context[row]]
+
+    def _check_places(self) -> None:
         rows = self.rows
         count = len(rows.sequence)
         lengths = {name: len(getattr(rows, name)) for name in type(rows).model_fields}
         if not rows.scale:
             del lengths["scale"]
         if set(lengths.values()) != {count}:
-            raise ValueError(f"plan {self.run}/{self.step}: columns of unequal length {lengths}")
+            raise ValueError(f"{self._name()}: columns of unequal length {lengths}")
         seen: set[tuple[int, int]] = set()
         fill: dict[tuple[int, int], int] = {}
         for i in range(count):
             if not 0 <= rows.sequence[i] < len(self.sequences):
                 raise ValueError(
-                    f"plan {self.run}/{self.step}: row {i} is of sequence {rows.sequence[i]}, there are {len(self.sequences)}"
+                    f"{self._name()}: row {i} is of sequence {rows.sequence[i]}, there are {len(self.sequences)}"
                 )
             if not 0 <= rows.context[i] < len(self.sequences[rows.sequence[i]].contexts):
                 raise ValueError(
-                    f"plan {self.run}/{self.step}: row {i} is of context {rows.context[i]}, which its sequence does not have"
+                    f"{self._name()}: row {i} is of context {rows.context[i]}, which its sequence does not have"
                 )
             place, home = (rows.sequence[i], rows.context[i]), (rows.dp[i], rows.microbatch[i])
             if place in seen:
-                raise ValueError(
-                    f"plan {self.run}/{self.step}: sequence {place[0]} context {place[1]} is planned twice"
-                )
+                raise ValueError(f"{self._name()}: sequence {place[0]} context {place[1]} is planned twice")
             if not (0 <= home[0] < self.dp and 0 <= home[1] < self.microbatches):
-                raise ValueError(f"plan {self.run}/{self.step}: row {i} sits at {home}, outside the batch")
+                raise ValueError(f"{self._name()}: row {i} sits at {home}, outside the batch")
             seen.add(place)
-            fill[home] = fill.get(home, 0) + self.sequences[place[0]].contexts[place[1]].tokens
+            fill[home] = fill.get(home, 0) + self._context(i).tokens
         for home, tokens in fill.items():
             if tokens > self.token_budget:
                 raise ValueError(
-                    f"plan {self.run}/{self.step}: micro-batch {home} holds {tokens} tokens, budget {self.token_budget}"
+                    f"{self._name()}: micro-batch {home} holds {tokens} tokens, budget {self.token_budget}"
                 )
+
+    def _check_sidecars(self) -> None:
+        for sequence in self.sequences:
+            if sequence.advantages is None:
+                continue
+            tokens = sum(context.loss_tokens() for context in sequence.contexts)
+            found = {column.name: (column.dtype, column.shape) for column in sequence.advantages.columns}
+            if found.get("advantages") != ("float32", (tokens,)):
+                raise ValueError(
+                    f"{self._name()}: sidecar {sequence.advantages.key} of sequence {sequence.sequence}, which has {tokens} loss "
+                    f"tokens, must have the column advantages, float32 ({tokens},); it has {found}"
+                )
+
+    def _check_changes(self) -> list[int]:
+        """Of each row the loss tokens that its changes leave untrained."""
+        untrained = [0] * len(self.rows.sequence)
+        changes = self.changes
+        if changes is None:
+            return untrained
+        lengths = {name: len(getattr(changes, name)) for name in type(changes).model_fields}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"{self._name()}: columns of changes of unequal length {lengths}")
+        last, at, s, tokens = -1, 0, 0, 0
+        spans: tuple[Span, ...] = ()
+        for row, start, end, keep in zip(changes.row, changes.start, changes.end, changes.keep, strict=True):
+            if row != last or row < 0:
+                if not last < row < len(untrained):
+                    raise ValueError(
+                        f"{self._name()}: a change is of row {row}, after row {last} of {len(untrained)}"
+                    )
+                context = self._context(row)
+                last, at, s, tokens, spans = row, 0, 0, context.tokens, context.loss_spans
+            if not at <= start < end <= tokens:
+                raise ValueError(
+                    f"{self._name()}: changed tokens [{start}, {end}) of row {row}, of {tokens} tokens, are empty, "
+                    f"outside, or not after token {at}"
+                )
+            at = start
+            while at < end:
+                while s < len(spans) and spans[s].end <= at:
+                    s += 1
+                if s == len(spans) or spans[s].start > at:
+                    raise ValueError(
+                        f"{self._name()}: token {at} of row {row} is changed in [{start}, {end}), and carries no loss"
+                    )
+                at = min(end, spans[s].end)
+            if not keep:
+                untrained[row] += end - start
+        return untrained

@@ -65,7 +65,9 @@ class Teacher(Section):
         description="likeliest tokens that are kept at each sampled token; 0: the token's own log-probability alone",
     )
     max_context: int = Field(
-        default=32_768, ge=16, description="tokens of one request, at most; longer rows go in chunks"
+        default=32_768,
+        ge=16,
+        description="tokens of one request, with the one that a server samples after them; longer rows go in chunks",
     )
     overlap: int = Field(
         default=4096, ge=1, description="tokens before a chunk that go with it, for what it is scored upon"
@@ -89,7 +91,7 @@ class Teacher(Section):
                 f"teacher {self.name!r}: kind {self.kind!r} with url {self.url!r}; tiny scores in its own process and has no url, "
                 "vllm and sglang are servers and need one"
             )
-        if self.overlap >= self.max_context:
+        if self.overlap >= self.max_context - 1:
             raise ValueError(
                 f"teacher {self.name!r}: overlap {self.overlap} leaves no room in max_context {self.max_context}"
             )

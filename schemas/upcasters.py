@@ -20,6 +20,11 @@ def _run_started_1(body: Body) -> Body:
     return {**body, "rules": 1}
 
 
+def _run_started_2(body: Body) -> Body:
+    """Version 3 may begin with another run's groups."""
+    return body
+
+
 def _sequence_failed_1(body: Body) -> Body:
     """Version 2 may keep tokens; those of version 1 were dropped."""
     return body
@@ -67,6 +72,7 @@ def _batch_yielded_1(body: Body) -> Body:
 
 UPCASTERS: dict[tuple[str, int], Callable[[Body], Body]] = {
     ("run.started", 1): _run_started_1,
+    ("run.started", 2): _run_started_2,
     ("sequence.failed", 1): _sequence_failed_1,
     ("sequence.failed", 2): _sequence_failed_2,
     ("sequence.finished", 1): _sequence_finished_1,

@@ -4,7 +4,7 @@ Promises:
 - `fold` is a pure step over events in stream order: no clock, no I/O, so the view of a finished run, of a live one and
   of a replayed one are made by the same code;
 - a group is in flight from its first dispatched sequence until it is accepted or rejected, and ready from its
-  acceptance until a batch takes it or it grows too old;
+  acceptance until a batch takes it, it grows too old, or its hooks cannot shape it;
 - what is rejected is counted by reason and belongs to the step that was yielded next;
 - of the limits that people changed, the newest of each holds, whatever order they are read in.
 """
@@ -25,11 +25,14 @@ from schemas.facts import (
     RunStopped,
     SampleAccepted,
     SampleCompleted,
+    SampleGraded,
     SampleRejected,
+    SampleShaped,
     SequenceDispatched,
     SequenceFailed,
     SequenceFinished,
     SequenceOpened,
+    SequenceScored,
     SequenceVerified,
     SourceShare,
     StepTrained,
@@ -57,7 +60,9 @@ class Mean:
 
 @dataclass
 class SourceView:
-    """One source. `pending` is what the next yielded step will be charged with."""
+    """One source. `pending` is what the next yielded step will be charged with. `withdrawn`: groups that were accepted, and
+    rejected before a batch took them. `fallbacks`: groups that were decided without their grader's answer; `late`: those whose
+    answer came after that; `unscored`: sequences that a teacher could not score, counted for each."""
 
     name: str
     groups: int
@@ -65,7 +70,10 @@ class SourceView:
     in_flight: set[str] = field(default_factory=set)
     accepted: int = 0
     taken: int = 0
-    stale: int = 0
+    withdrawn: int = 0
+    fallbacks: int = 0
+    late: int = 0
+    unscored: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     finished: int = 0
     failed: int = 0
@@ -79,7 +87,7 @@ class SourceView:
     @property
     def ready(self) -> int:
         """Accepted groups that no batch has taken yet."""
-        return self.accepted - self.taken - self.stale
+        return self.accepted - self.taken - self.withdrawn
 
     @property
     def before(self) -> Mean | None:
@@ -199,6 +207,20 @@ def fold(view: View, event: Event) -> View:
             view.source(fact.source).failed += 1
         case SampleCompleted() as fact:
             _completed(view, fact)
+        case SequenceScored() as fact:
+            view.source(fact.source).unscored += fact.failure is not None
+            if fact.scores is not None:
+                _write(view, "sidecars", fact.scores.bytes)
+        case SampleGraded() as fact:
+            source = view.source(fact.source)
+            source.late += fact.revision > 0
+            source.fallbacks += fact.fallback is not None
+            if fact.report is not None:
+                _write(view, "reports", fact.report.bytes)
+        case SampleShaped() as fact:
+            for sidecar in fact.sidecars:
+                if sidecar is not None:
+                    _write(view, "sidecars", sidecar.bytes)
         case SampleAccepted() as fact:
             source = view.source(fact.source)
             source.in_flight.discard(fact.sample)
@@ -255,8 +277,10 @@ def _completed(view: View, fact: SampleCompleted) -> None:
 def _rejected(source: SourceView, fact: SampleRejected) -> None:
     source.rejected[fact.reason] += 1
     source.pending_rejected[fact.reason] += 1
-    if fact.reason == "stale" and fact.sample not in source.in_flight:
-        source.stale += 1  # accepted before, and too old for the batch that would have taken it
+    if fact.by == "hook" or (fact.reason == "stale" and fact.sample not in source.in_flight):
+        source.withdrawn += (
+            1  # accepted before, and not shaped, or too old for the batch that would have taken it
+        )
     source.in_flight.discard(fact.sample)
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from pipeline.batch.windows import READ, Array, Window, pack, plan_window, shapes, split
+from pipeline.batch.windows import Array, Window, pack, plan_window, shapes, split
 from pipeline.feed.ahead import WindowId, decide
 from pipeline.feed.memfd import Layout, plan_layout, seal
 from pipeline.feed.server import WindowRefused, listen, serve_windows
@@ -340,7 +340,8 @@ def _read_plan(body: bytes, run: str, fact: BatchYielded, dp: int, event: Event)
 async def _fetch(store: ObjectStore, window: Window) -> list[dict[str, Array]]:
     """The columns of the window's reads; the store bounds how many requests are in flight."""
     reads = [
-        asyncio.ensure_future(read_columns(store, read.header, READ, read.spans)) for read in window.reads
+        asyncio.ensure_future(read_columns(store, read.header, read.columns, read.spans))
+        for read in window.reads
     ]
     try:
         return await asyncio.gather(*reads)

@@ -20,16 +20,18 @@ from pipeline.store import ObjectStore
 from pipeline.store.payload import encode_payload, write_payload
 from schemas.config import RunConfig
 from schemas.facts import BatchYielded, SourceShare, StepTrained, WindowPacked
-from schemas.keys import payload_key, plan_key
+from schemas.keys import payload_key, plan_key, sidecar_key
 from schemas.names import attempt_id, sample_id, sequence_id
 from schemas.payload import ContextMeta, Ref, Span
-from schemas.plan import Plan, PlanRows, PlanSequence
+from schemas.plan import Plan, PlanChanges, PlanRows, PlanSequence
 from services.packer import serve
 from services.process import Context
 
 DEADLINE_S = 40
 LENGTH = 50
 MICROBATCHES = 3
+PENALIZED = 5
+"""Loss tokens at the start of every sequence with a sidecar, whose advantage the plan sets to -7."""
 Columns = dict[str, np.ndarray[Any, Any]]
 
 
@@ -49,10 +51,19 @@ def columns_of(seed: int) -> Columns:
     }
 
 
+def advantages_of(seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).random(LENGTH - LENGTH // 2, np.float32) - np.float32(0.5)
+
+
 async def yield_batch(
-    log: Log, store: ObjectStore, step: int, damage: Callable[[bytes], bytes] | None = None
+    log: Log,
+    store: ObjectStore,
+    step: int,
+    damage: Callable[[bytes], bytes] | None = None,
+    sidecar: Callable[[bytes], bytes | None] | None = None,
 ) -> Plan:
-    """A batch of one sequence for each micro-batch of two ranks; the sequence's tokens depend on its place alone."""
+    """A batch of one sequence for each micro-batch of two ranks; the sequence's tokens depend on its place alone. With
+    `sidecar` each has advantages by token, in an object of what it returns for the right one; None: in none."""
     places = [(dp, microbatch) for microbatch in range(MICROBATCHES) for dp in range(2)]
     sequences: list[PlanSequence] = []
     for member in range(len(places)):
@@ -64,6 +75,12 @@ async def yield_batch(
         else:
             data, header = encode_payload(key, columns)
             await store.create(key, damage(data))
+        beside = None
+        if sidecar is not None:
+            made = {"advantages": advantages_of(step * 100 + member)}
+            data, beside = encode_payload(sidecar_key(key, "advantages.0"), made, ())
+            if (stored := sidecar(data)) is not None:
+                await store.create(beside.key, stored)
         context = ContextMeta(
             offset=0,
             tokens=LENGTH,
@@ -79,6 +96,7 @@ async def yield_batch(
                 sequence=sequence,
                 payload=header,
                 contexts=(context,),
+                advantages=beside,
             )
         )
     count = len(places)
@@ -98,6 +116,16 @@ async def yield_batch(
             microbatch=tuple(microbatch for _, microbatch in places),
             advantage=(1.0,) * count,
             loss_weight=(2 / (count * LENGTH),) * count,
+        ),
+        changes=None
+        if sidecar is None
+        else PlanChanges(
+            row=tuple(range(count)),
+            start=(LENGTH // 2,) * count,
+            end=(LENGTH // 2 + PENALIZED,) * count,
+            multiply=(0.0,) * count,
+            add=(-7.0,) * count,
+            keep=(True,) * count,
         ),
     )
     body = plan.model_dump_json().encode()
@@ -197,7 +225,7 @@ def take(feed: Feed, step: int) -> list[Columns]:
     return [{name: array.copy() for name, array in batch.arrays.items()} for batch in feed.batch(step)]
 
 
-def check(step: int, dp: int, got: list[Columns]) -> None:
+def check(step: int, dp: int, got: list[Columns], sidecar: bool = False) -> None:
     assert len(got) == MICROBATCHES
     for microbatch, arrays in enumerate(got):
         original = columns_of(step * 100 + microbatch * 2 + dp)
@@ -205,6 +233,12 @@ def check(step: int, dp: int, got: list[Columns]) -> None:
         np.testing.assert_array_equal(arrays["labels"], np.append(original["tokens"][1:], 0))
         np.testing.assert_array_equal(arrays["loss_mask"], np.append(original["loss_mask"][1:], 0))
         np.testing.assert_array_equal(arrays["logprobs"], np.append(original["logprobs"][1:], 0))
+        advantages = np.ones(LENGTH - LENGTH // 2, np.float32)
+        if sidecar:
+            advantages = advantages_of(step * 100 + microbatch * 2 + dp)
+            advantages[:PENALIZED] = -7
+        whole = np.concatenate([np.zeros(LENGTH // 2 - 1, np.float32), advantages, [0]])
+        np.testing.assert_array_equal(arrays["advantages"], whole)
         assert arrays["cu_seqlens"].tolist() == [0, LENGTH]
 
 

@@ -2,7 +2,12 @@
 
 Promises:
 - every decision depends on the folded state and one event; configuration enters with `run.started`;
-- a group that is too old for the next batch is rejected when the batch before it is settled, never trained;
+- a group is judged on the last of what it waits for: its grading, or a teacher's answer;
+- it is shaped here where its hooks need events alone; else its `sample.shaped`, or that it cannot be shaped, is an input;
+- a group that is too old for the next batch is rejected when the batch before it is settled, or when it is shaped after
+  that, never trained;
+- what is decided on a group that waits for a batch never changes whether it is in one: a late grading changes its advantages
+  alone, and those of a batch that is decided stand in its plan;
 - what is yielded or rejected is forgotten: state is bounded by what is in flight.
 """
 
@@ -12,8 +17,9 @@ from typing import Any, ClassVar
 
 from pipeline.batch.yielding import batch, members
 from pipeline.decision import Decision
-from pipeline.signal.sampling import Group, Groups, complete, judge, shape, staleness
-from schemas.config import Decisions
+from pipeline.signal.groups import Group, Groups
+from pipeline.signal.sampling import complete, judge, ready, shape, staleness, withdrawn
+from schemas.config import Decisions, Source
 from schemas.envelope import Event
 from schemas.facts import (
     BatchYielded,
@@ -25,6 +31,7 @@ from schemas.facts import (
     SequenceDispatched,
     SequenceFailed,
     SequenceFinished,
+    SequenceScored,
     StepTrained,
 )
 
@@ -32,7 +39,7 @@ from schemas.facts import (
 class SamplerCore:
     """See the module's promises."""
 
-    STATE_VERSION: ClassVar[int] = 2
+    STATE_VERSION: ClassVar[int] = 3
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -48,16 +55,25 @@ class SamplerCore:
             case SequenceDispatched() as fact:
                 self.groups.dispatched(fact)
             case SequenceFinished() as fact:
-                self.groups.finished(fact, self._masked(fact))
+                source = self._source(fact.source)
+                if source is None:
+                    self.groups.finished(fact)
+                else:
+                    masked = source.effects.get(fact.termination) == "mask"
+                    self.groups.finished(fact, masked, source.penalties)
             case SequenceFailed() as fact:
                 self.groups.failed(fact)
-            case SampleGraded(sample=sample, rewards=rewards):
-                if group := self.groups.get(sample):
-                    group.rewards = rewards
+            case SequenceScored() as fact:
+                self.groups.scored(fact)
+            case SampleGraded() as fact:
+                self.groups.graded(fact)
+            case SampleAccepted(sample=sample):
+                self.groups.accepted(sample)
             case SampleShaped() as fact:
-                self.groups.shaped(fact, event.seq)
-            case SampleRejected(sample=sample):
-                self.groups.forget(sample)
+                if not self._duplicate(self.groups.get(fact.sample)):
+                    self.groups.shaped(fact, event.seq)
+            case SampleRejected() as fact:
+                self.groups.rejected(fact)
             case BatchYielded() as fact:
                 self._settle(fact)
             case StepTrained(step=step):
@@ -65,12 +81,17 @@ class SamplerCore:
             case _:
                 pass
 
-    def _masked(self, fact: SequenceFinished) -> bool:
-        if self.decisions is None:
+    def _source(self, name: str) -> Source | None:
+        # Not `Decisions.source`: a run that was given another configuration for a replay may lack the source.
+        sources = self.decisions.sources if self.decisions is not None else ()
+        return next((source for source in sources if source.name == name), None)
+
+    def _duplicate(self, group: Group | None) -> bool:
+        """Whether another was accepted with its task while the acceptance of this one was on its way: it is in no batch."""
+        if group is None or not group.twin:
             return False
-        # By name, not `Decisions.source`: a run that was given another configuration for a replay may lack the source.
-        sources = (source for source in self.decisions.sources if source.name == fact.source)
-        return any(source.effects.get(fact.termination) == "mask" for source in sources)
+        source = self._source(group.source)
+        return source is not None and source.accept.duplicates == "reject"
 
     def members(self, fact: BatchYielded) -> list[Group]:
         """The groups of a batch that is about to be folded; those of one that is folded are forgotten."""
@@ -115,25 +136,54 @@ class SamplerCore:
                 group = self.groups.get(sample)
                 completed = complete(group) if group is not None else None
                 return [Decision(completed)] if completed is not None else []
-            case SampleGraded(sample=sample, rewards=rewards):
-                group = self.groups.get(sample)
-                if group is None:
-                    return []
-                source, budget = self.decisions.source(group.source), self.decisions.batch.token_budget
-                return [Decision(judge(group, source, rewards, self.yielded + 1, budget))]
+            case SequenceScored() as fact:
+                group = self.groups.get(fact.sample)
+                return self._judge(group) if group and fact.id() in group.scored else []
+            case SampleGraded() as fact:
+                group = self.groups.get(fact.sample)
+                if fact.revision == 0:
+                    return self._judge(group)
+                late = group is not None and group.accepted and group.graded == fact.revision
+                return self._shape(group, fact.revision) if late else []
             case SampleAccepted(sample=sample):
-                group = self.groups.get(sample)
-                return (
-                    [Decision(shape(group, self.decisions.source(group.source)))] if group is not None else []
-                )
-            case SampleShaped(source=source):
-                return self._batch(event) if self._lacked(source, event.seq) else []
+                return self._shape(self.groups.get(sample), 0)
+            case SampleShaped() as fact:
+                return self._shaped(fact, event)
             case StepTrained():
                 return self._batch(event)
             case BatchYielded():
                 return self._stale() + self._batch(event)
             case _:
                 return []
+
+    def _judge(self, group: Group | None) -> list[Decision]:
+        assert self.decisions is not None
+        if group is None or group.accepted:
+            return []
+        source = self.decisions.source(group.source)
+        if not ready(group, source):
+            return []
+        budget = self.decisions.batch.token_budget
+        return [Decision(judge(group, source, self.yielded + 1, budget, self.groups.has_twin(group)))]
+
+    def _shape(self, group: Group | None, revision: int) -> list[Decision]:
+        assert self.decisions is not None
+        if group is None:
+            return []
+        if self._duplicate(group):
+            return [Decision(withdrawn(group, "duplicate"))] if revision == 0 else []
+        fact = shape(group, self.decisions.source(group.source), revision)
+        return [Decision(fact)] if fact is not None else []
+
+    def _shaped(self, fact: SampleShaped, event: Event) -> list[Decision]:
+        assert self.decisions is not None
+        group = self.groups.get(fact.sample)
+        if group is None or group.shaped_seq != event.seq:
+            return []
+        if staleness(group, self.yielded + 1) > self.decisions.source(group.source).staleness:
+            # It became too old between its acceptance and this. In no batch that is on its way: those are of later steps.
+            return [Decision(withdrawn(group, "stale"))]
+        return self._batch(event) if self._lacked(fact.source, event.seq) else []
 
     def _lacked(self, name: str, seq: int) -> bool:
         """Whether the next batch lacked a group of the source before the event `seq`.
@@ -143,10 +193,10 @@ class SamplerCore:
         """
         assert self.decisions is not None
         for source in self.decisions.training():
-            if source.name == name:
+            if source.name == name and self.groups.shaped_of(name) > source.groups:
                 before = members(self.groups, source, self.yielded + 1, seq - 1, source.groups)
                 return len(before) < source.groups
-        return False
+        return True
 
     def _batch(self, event: Event) -> list[Decision]:
         assert self.decisions is not None
@@ -154,13 +204,11 @@ class SamplerCore:
         return [decision] if decision is not None else []
 
     def _stale(self) -> list[Decision]:
-        # Decided here and nowhere else: how old a group is for a batch depends on the batch's number alone, and the
-        # members of the batch before are settled now, so this can never contradict a yield that is on its way.
+        # Decided here, and of one that is shaped later then: how old a group is for a batch depends on the batch's number
+        # alone, and the members of the batch before are settled now, so this can never contradict a yield that is on its way.
         assert self.decisions is not None
         return [
-            Decision(
-                SampleRejected(source=source.name, sample=group.sample, reason="stale", tokens=group.tokens())
-            )
+            Decision(withdrawn(group, "stale"))
             for source in self.decisions.training()
             for group in self.groups.waiting(source.name)
             if staleness(group, self.yielded + 1) > source.staleness

@@ -5,13 +5,18 @@ Promises:
 - payloads are in token space (row t describes token t); a window is in label space: row t predicts token t + 1 of its
   own context. A label-space column of the context at payload rows [a, b) is token rows [a + 1, b): one row of halo, and
   the last row of every context, which predicts nothing, is 0. Nothing is rolled over the pack;
-- the loss mask equals the spans that the plan was made from, so the weights of a batch sum to what the plan says.
+- the loss mask equals the spans that the plan was made from, so the weights of a batch sum to what the plan says;
+- of a sequence with a sidecar, a row reads the advantages of its own context's loss tokens and no others;
+- what the plan changes is changed after that, on the tokens that it names: however contexts are cut into micro-batches,
+  a token has the advantage and weight that the plan gives it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,6 +29,8 @@ Array = NDArray[Any]
 
 READ: tuple[str, ...] = ("tokens", "loss_mask", "logprobs", "policy_version")
 """Payload columns that a window is made from."""
+READ_SIDECAR: tuple[str, ...] = ("advantages",)
+"""Column of a sidecar, which has a row for each loss token of its sequence."""
 
 PACKED: dict[str, str] = {
     "tokens": "int64",
@@ -39,8 +46,21 @@ PACKED: dict[str, str] = {
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What penalties change in one row, n spans ascending and disjoint, in token space from the context's row 0: int64,
+    float64 and bool, each [n]. On [start, end) the advantage A becomes multiply * A + add, and is trained where `keep` is."""
+
+    start: Array
+    end: Array
+    multiply: Array
+    add: Array
+    keep: Array
+
+
+@dataclass(frozen=True)
 class Row:
-    """One context of a window. `index` is its row in the plan; [start, end) are its rows in the window."""
+    """One context of a window. `index` is its row in the plan; [start, end) are its rows in the window. `scale` multiplies
+    the advantages of the tokens that `changes` leaves alone; with a sidecar these are by token, and `advantage` counts not."""
 
     index: int
     sequence: str
@@ -49,21 +69,25 @@ class Row:
     loss_weight: float
     start: int
     end: int
+    sidecar: bool = False
+    scale: float = 1.0
+    changes: Changes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Read:
-    """One payload, read once: `spans[i]` are the payload rows of `rows[i]`, an index into the window's rows."""
+    """`columns` of one object, read once: `spans[i]` are the object's rows for `rows[i]`, an index into the window's rows."""
 
     sequence: int
     header: PayloadHeader
     spans: tuple[Span, ...]
     rows: tuple[int, ...]
+    columns: tuple[str, ...] = READ
 
 
 @dataclass(frozen=True)
 class Window:
-    """One micro-batch of one data-parallel coordinate, as metadata."""
+    """One micro-batch of one data-parallel coordinate, as metadata. `reads`: its payloads, then their sidecars."""
 
     step: int
     dp: int
@@ -97,10 +121,22 @@ def plan_window(plan: Plan, dp: int, microbatch: int) -> Window:
         sequence = plan.sequences[columns.sequence[i]]
         context = sequence.contexts[columns.context[i]]
         homes.setdefault(columns.sequence[i], []).append(len(rows))
-        weight = columns.loss_weight[i]
-        rows.append(Row(i, sequence.sequence, context, columns.advantage[i], weight, at, at + context.tokens))
+        rows.append(
+            Row(
+                index=i,
+                sequence=sequence.sequence,
+                context=context,
+                advantage=columns.advantage[i],
+                loss_weight=columns.loss_weight[i],
+                start=at,
+                end=at + context.tokens,
+                sidecar=sequence.advantages is not None,
+                scale=columns.scale[i] if columns.scale else 1.0,
+                changes=_changes(plan, i),
+            )
+        )
         at += context.tokens
-    reads = tuple(
+    reads = [
         Read(
             sequence=sequence,
             header=plan.sequences[sequence].payload,
@@ -111,8 +147,33 @@ def plan_window(plan: Plan, dp: int, microbatch: int) -> Window:
             rows=tuple(members),
         )
         for sequence, members in homes.items()
+    ]
+    for sequence, members in homes.items():
+        header = plan.sequences[sequence].advantages
+        if header is not None:
+            lengths = (context.loss_tokens() for context in plan.sequences[sequence].contexts)
+            bounds = list(accumulate(lengths, initial=0))
+            of = [columns.context[rows[r].index] for r in members]
+            spans = tuple(Span(start=bounds[c], end=bounds[c + 1]) for c in of)
+            reads.append(Read(sequence, header, spans, tuple(members), READ_SIDECAR))
+    return Window(plan.step, dp, microbatch, tuple(rows), tuple(reads))
+
+
+def _changes(plan: Plan, row: int) -> Changes | None:
+    """The plan's changes of one row; its columns are ascending by row."""
+    every = plan.changes
+    if every is None:
+        return None
+    mine = slice(bisect_left(every.row, row), bisect_right(every.row, row))
+    if mine.start == mine.stop:
+        return None
+    return Changes(
+        start=np.array(every.start[mine], np.int64),
+        end=np.array(every.end[mine], np.int64),
+        multiply=np.array(every.multiply[mine], np.float64),
+        add=np.array(every.add[mine], np.float64),
+        keep=np.array(every.keep[mine], np.bool_),
     )
-    return Window(plan.step, dp, microbatch, tuple(rows), reads)
 
 
 def shapes(window: Window) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -128,7 +189,7 @@ def split(window: Window, columns: Sequence[Mapping[str, Array]]) -> list[dict[s
         at = 0
         for row, span in zip(read.rows, read.spans, strict=True):
             end = at + span.end - span.start
-            found[row] = {name: column[at:end] for name, column in got.items()}
+            found[row] |= {name: column[at:end] for name, column in got.items()}
             at = end
     return found
 
@@ -136,10 +197,11 @@ def split(window: Window, columns: Sequence[Mapping[str, Array]]) -> list[dict[s
 def pack(window: Window, columns: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """The packed micro-batch of a window.
 
-    `columns[i]` has the `READ` columns of `window.rows[i]`, in token space, each [context tokens]. Returns, for T tokens
-    of B contexts: the arrays of `PACKED`, each [T]; `cu_seqlens` int32 [B + 1]; `max_seqlen` int32 []. `advantages` and
-    `loss_weights` are the row's on loss tokens and 0 elsewhere; `policy_version` is the version that sampled the label.
-    Raises ValueError that names the sequence when columns and plan disagree.
+    `columns[i]` has the `READ` columns of `window.rows[i]`, in token space, each [context tokens], and of a sequence with a
+    sidecar `advantages`, [its loss tokens]. Returns, for T tokens of B contexts: the arrays of `PACKED`, each [T];
+    `cu_seqlens` int32 [B + 1]; `max_seqlen` int32 []. `loss_mask`, `advantages` and `loss_weights` are of the trained tokens
+    and 0 elsewhere; `policy_version` is the version that sampled the label. Raises ValueError that names the sequence when
+    columns and plan disagree.
     """
     if len(columns) != len(window.rows):
         raise ValueError(f"window of {len(window.rows)} rows was given columns of {len(columns)}")
@@ -157,7 +219,12 @@ def pack(window: Window, columns: Sequence[Mapping[str, Array]]) -> dict[str, Ar
         ):
             packed[name][predicting] = got[source][1:]
         mask = packed["loss_mask"][whole]
-        packed["advantages"][whole] = mask * np.float32(row.advantage)
+        if row.sidecar or row.changes is not None:
+            at, advantages, kept = _by_token(row, got)
+            packed["advantages"][row.start - 1 + at] = np.where(kept, advantages, 0)
+            mask[at[~kept] - 1] = 0
+        else:
+            packed["advantages"][whole] = mask * np.float32(row.advantage * row.scale)
         packed["loss_weights"][whole] = mask * np.float32(row.loss_weight)
     lengths = [row.end - row.start for row in window.rows]
     packed["cu_seqlens"] = np.cumsum([0, *lengths]).astype(np.int32)
@@ -165,13 +232,32 @@ def pack(window: Window, columns: Sequence[Mapping[str, Array]]) -> dict[str, Ar
     return packed
 
 
+def _by_token(row: Row, got: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+    """The row's n loss tokens from the context's row 0, int64 [n], the advantage of each, float64 [n], and whether it is
+    trained, bool [n]."""
+    at = np.flatnonzero(got["loss_mask"])
+    plain = got["advantages"].astype(np.float64) if row.sidecar else np.full(len(at), row.advantage)
+    advantages, kept = plain * row.scale, np.ones(len(at), np.bool_)
+    if (changes := row.changes) is not None:
+        # The first span that ends after a token is the one that it may be in.
+        span = np.searchsorted(changes.end, at, side="right")
+        changed = np.append(changes.start, row.context.tokens)[span] <= at
+        span = span[changed]
+        advantages[changed] = changes.multiply[span] * plain[changed] + changes.add[span]
+        kept[changed] = changes.keep[span]
+    return at, advantages, kept
+
+
 def _check(row: Row, got: Mapping[str, Array]) -> None:
     """The plan's denominators were counted from the context's spans: a mask that differs would change the loss unseen."""
-    for name in READ:
-        if got[name].shape != (row.context.tokens,):
+    lengths = dict.fromkeys(READ, row.context.tokens)
+    if row.sidecar:
+        lengths |= dict.fromkeys(READ_SIDECAR, row.context.loss_tokens())
+    for name, length in lengths.items():
+        if got[name].shape != (length,):
             raise ValueError(
                 f"sequence {row.sequence}, context {row.context.label}: column {name} has shape {got[name].shape}, "
-                f"the plan says ({row.context.tokens},)"
+                f"the plan says ({length},)"
             )
     spans = row.context.loss_spans
     # Long dialogues have hundreds of spans: edges and a running sum, not a slice a span.

@@ -5,9 +5,11 @@ Promises:
   before the step under way;
 - its members are, of each source, the oldest `groups` shaped up to the event decided on that are fresh for the step:
   `members` recomputes them from the log alone;
-- the plan holds every context with a loss token exactly once, but none of a masked sequence, and equal micro-batch counts
-  on all ranks: where there are too few contexts for that, some micro-batches are empty;
-- prompt-mean weights: every group weighs the same, every loss token of a group weighs the same, and they sum to 1.
+- the plan holds every context with a loss token that no penalty masks exactly once, but none of a masked sequence, and equal
+  micro-batch counts on all ranks: where there are too few contexts for that, some micro-batches are empty;
+- prompt-mean weights: every group weighs the same, every loss token of a group that no penalty masks weighs the same, and
+  they sum to 1;
+- what penalties do to advantages rides in the plan, token span by token span; without any the plan says nothing of them.
 """
 
 from __future__ import annotations
@@ -19,12 +21,23 @@ import orjson
 from pipeline.batch.balance import cost, fill_to_multiple, pack, spread
 from pipeline.checksum import crc32c
 from pipeline.decision import Decision
-from pipeline.signal.sampling import Group, Groups, staleness
+from pipeline.signal.groups import Group, Groups
+from pipeline.signal.penalties import (
+    NO_FACTORS,
+    Change,
+    Part,
+    batch_factors,
+    changes,
+    counts,
+    factors_of,
+    weighing,
+)
+from pipeline.signal.sampling import staleness
 from schemas.config import Decisions, Source
-from schemas.facts import BatchYielded, SourceShare
+from schemas.facts import BatchYielded, PenaltyFactors, SourceShare
 from schemas.keys import plan_key
-from schemas.payload import Ref
-from schemas.plan import Plan, PlanRows, PlanSequence
+from schemas.payload import PayloadHeader, Ref
+from schemas.plan import Plan, PlanChanges, PlanRows, PlanSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,8 @@ class _Row:
     tokens: int
     advantage: float
     weight: float
+    scale: float
+    changes: list[Change]
 
 
 def members(groups: Groups, source: Source, step: int, through: int, count: int) -> list[Group]:
@@ -53,6 +68,9 @@ def batch(
     step = yielded + 1
     if step > decisions.steps or yielded - trained > decisions.batch.ahead:
         return None
+    if any(groups.shaped_of(s.name) < s.groups for s in decisions.training()):
+        # As nearly always: nothing is looked at for it.
+        return None
     chosen = {s.name: members(groups, s, step, through, s.groups) for s in decisions.training()}
     if any(len(chosen[s.name]) < s.groups for s in decisions.training()):
         return None
@@ -67,6 +85,7 @@ def batch(
         sources={name: _share(each, step) for name, each in chosen.items()},
         microbatches=plan.microbatches,
         plan=Ref(key=key, bytes=len(body), crc32c=checksum),
+        factors=penalty_factors([g for each in chosen.values() for g in each], decisions),
     )
     return Decision(fact, {key: body})
 
@@ -83,17 +102,39 @@ def _share(groups: list[Group], step: int) -> SourceShare:
     )
 
 
+def penalty_factors(groups: list[Group], decisions: Decisions) -> PenaltyFactors | None:
+    """Those of the hook `segment_penalty` for a batch of these groups; None where no source has it."""
+    hooks = {s.name: hook for s in decisions.training() if (hook := weighing(s)) is not None}
+    if not hooks:
+        return None
+    return batch_factors(
+        Part(hooks[group.source], advantage, finished.flagged, finished.loss_tokens - finished.flagged)
+        for group in groups
+        if group.source in hooks
+        for finished, advantage in zip(group.ordered(), group.advantages, strict=True)
+    )
+
+
 def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) -> Plan:
     """The plan of a batch of these groups, each of which has a loss token."""
+    whole = penalty_factors(groups, decisions)
     sequences: list[PlanSequence] = []
     rows: list[_Row] = []
     for group in groups:
+        source = decisions.source(group.source)
+        hook = weighing(source)
         weight = 1.0 / (len(groups) * group.loss_tokens())
-        for finished, advantage in zip(group.ordered(), group.advantages, strict=True):
+        sidecars = group.sidecars or [None] * len(group.advantages)
+        for finished, advantage, sidecar in zip(group.ordered(), group.advantages, sidecars, strict=True):
             contexts = finished.contexts()
+            factors = factors_of(hook, advantage, whole) if hook and whole else NO_FACTORS
             for index, context in enumerate(contexts):
-                if context.loss_tokens() and not finished.masked:
-                    rows.append(_Row(len(sequences), index, context.tokens, advantage, weight))
+                if finished.masked or not counts(context, source.penalties).surviving:
+                    continue
+                found = changes(context, source.penalties, factors)
+                rows.append(
+                    _Row(len(sequences), index, context.tokens, advantage, weight, factors.others, found)
+                )
             sequences.append(
                 PlanSequence(
                     source=group.source,
@@ -101,6 +142,7 @@ def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) ->
                     sequence=finished.sequence,
                     payload=finished.payload(),
                     contexts=contexts,
+                    advantages=PayloadHeader.model_validate_json(sidecar) if sidecar is not None else None,
                 )
             )
     dp, budget = decisions.batch.dp, decisions.batch.token_budget
@@ -129,7 +171,23 @@ def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) ->
             microbatch=tuple(microbatch for _, microbatch, _ in order),
             advantage=tuple(rows[i].advantage for _, _, i in order),
             loss_weight=tuple(rows[i].weight for _, _, i in order),
+            scale=tuple(rows[i].scale for _, _, i in order) if any(row.scale != 1 for row in rows) else (),
         ),
+        changes=_changes([rows[i] for _, _, i in order]),
     )
     plan.check()
     return plan
+
+
+def _changes(rows: list[_Row]) -> PlanChanges | None:
+    found = [(at, change) for at, row in enumerate(rows) for change in row.changes]
+    if not found:
+        return None
+    return PlanChanges(
+        row=tuple(at for at, _ in found),
+        start=tuple(change.start for _, change in found),
+        end=tuple(change.end for _, change in found),
+        multiply=tuple(change.multiply for _, change in found),
+        add=tuple(change.add for _, change in found),
+        keep=tuple(change.keep for _, change in found),
+    )

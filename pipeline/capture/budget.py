@@ -31,7 +31,7 @@ class ContextOverflow(Exception):
 
 class TurnLimit(Exception):
     """The session's budget is spent; `code` says which part of it: max_requests, max_turns, max_sampled_tokens,
-    max_wall_time."""
+    max_wall_time; early_stop and rule_failed: `pipeline.capture.judging`."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)

@@ -1,22 +1,26 @@
 """A session's tree as a payload's columns. Pure.
 
 Promises: contexts are whole paths, main first; a sampled turn that several share is trained in the first of them; what an
-excluded kind of request sampled is left out and counted; what the template adds after a context's last turn is left out.
+excluded kind of request sampled is left out and counted; what the template adds after a context's last turn is left out;
+what rules have flagged is told of the turns that a context trains, by the scope of their penalties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.capture.tree import TEMPLATE, ContextTree, Ids, Node, leaves
-from schemas.payload import ContextMeta, Span
+from pipeline.signal.rules import NO_RULES, Judge
+from schemas.payload import ContextMeta, Flag, Span
 
 FLAG_SAMPLED, FLAG_LOSS = 1, 2
 """Bits of a segment's flags: the policy sampled it; this context trains it."""
+RULE_BITS = 8
+"""Bit RULE_BITS + i of a segment's flags: the source's penalty i flags it. Only segments that a context trains have any."""
 COMPACTING = ("compaction", "summary")
 """Kinds of requests after which an agent may go on in a new dialogue."""
 
@@ -31,17 +35,18 @@ class Export:
     excluded: dict[str, int] = field(default_factory=dict[str, int])
 
 
-def export(tree: ContextTree, exclude: Collection[str] = ()) -> Export:
-    """Every context that ends in a sampled turn that no later one continues; `exclude`: labels that are left out.
+def export(tree: ContextTree, exclude: Collection[str] = (), judge: Judge = NO_RULES) -> Export:
+    """Every context that ends in a sampled turn that no later one continues; `exclude`: labels that are left out; `judge`
+    tells the scopes of the rules that have flagged turns.
 
     The main context is the main agent's with most sampled turns, then the oldest. Another is labelled by its request's
     kind; `subagent` if an agent of its own holds it; `fork` if it shares a sampled turn with the main one; `compacted` if
     it began after a compaction; else `other`.
     """
-    own = {node.number for node in tree.nodes if node.turn is not None and _told(node) not in exclude}
+    own = {node.number for node in tree.nodes if node.turn is not None and node.kind.told not in exclude}
     ends = leaves(tree.nodes, own)
     ends.sort(key=lambda node: (_is_main(node), -node.sampled, node.number))
-    rows = _Rows(own)
+    rows = _Rows(own, _Flags(tree.flags, judge, ends))
     main = {node.number for node in ends[0].path() if node.turn is not None} if ends else set[int]()
     compacted = [node.number for node in tree.nodes if node.kind.label in COMPACTING]
     for i, leaf in enumerate(ends):
@@ -50,7 +55,7 @@ def export(tree: ContextTree, exclude: Collection[str] = ()) -> Export:
             rows.context(_label(leaf, i == 0, main, compacted), leaf.path())
     excluded: dict[str, int] = {}
     for node in tree.nodes:
-        if node.turn is not None and node.number not in own and (label := _told(node)) is not None:
+        if node.turn is not None and node.number not in own and (label := node.kind.told) is not None:
             excluded[label] = excluded.get(label, 0) + len(node.ids)
     return Export(rows.columns(), tuple(rows.contexts), excluded)
 
@@ -60,13 +65,8 @@ def _is_main(leaf: Node) -> bool:
     return leaf.kind.label is not None or leaf.kind.agent != ""
 
 
-def _told(node: Node) -> str | None:
-    """The label that a turn's request alone gives it: by that, turns are left out."""
-    return node.kind.label or ("subagent" if node.kind.agent else None)
-
-
 def _label(leaf: Node, first: bool, main: set[int], compacted: list[int]) -> str:
-    if (told := _told(leaf)) is not None:
+    if (told := leaf.kind.told) is not None:
         return told
     if first:
         return "main"
@@ -76,11 +76,38 @@ def _label(leaf: Node, first: bool, main: set[int], compacted: list[int]) -> str
     return "compacted" if any(number < turns[0] for number in compacted) else "other"
 
 
+class _Flags:
+    """What rules flag of each turn, by scope: the turn, or all of a context when a turn on its path is flagged, or all of the
+    sequence when one of any context is."""
+
+    def __init__(self, flags: Mapping[int, int], judge: Judge, ends: Sequence[Node]) -> None:
+        self._flags = flags
+        self._context = judge.context
+        self._sequence = self._of(node for leaf in ends for node in leaf.path()) & judge.sequence
+
+    def context(self, path: Iterable[Node]) -> int:
+        """The bits of all turns of a context with that path."""
+        return self._of(path) & self._context | self._sequence
+
+    def turn(self, number: int) -> int:
+        """The bits of that turn alone, whatever its context's are."""
+        return self._flags.get(number, 0)
+
+    def _of(self, nodes: Iterable[Node]) -> int:
+        if not self._flags:
+            return 0
+        found = 0
+        for node in nodes:
+            found |= self._flags.get(node.number, 0)
+        return found
+
+
 class _Rows:
     """Gathers the rows of contexts; claims each sampled turn that may be trained for the first context that holds it."""
 
-    def __init__(self, own: set[int]) -> None:
+    def __init__(self, own: set[int], flags: _Flags) -> None:
         self._own = own
+        self._flags = flags
         self._tokens: list[Ids] = []
         self._mask: list[npt.NDArray[np.uint8]] = []
         self._logprobs: list[npt.NDArray[np.float32]] = []
@@ -95,6 +122,8 @@ class _Rows:
     def context(self, label: str, path: Sequence[Node]) -> None:
         offset = self._end
         spans: list[Span] = []
+        flagged: list[Flag] = []
+        everywhere = self._flags.context(path)
         versions: list[npt.NDArray[np.int32]] = []
         for node in path:
             turn = node.turn
@@ -103,14 +132,19 @@ class _Rows:
                 continue
             self._plain(turn.lead, TEMPLATE)
             owns = node.number in self._own and node.number not in self.claimed
+            rules = 0
             if owns:
+                rules = everywhere | self._flags.turn(node.number)
                 self.claimed.add(node.number)
-                spans.append(Span(start=self._end - offset, end=self._end - offset + len(turn.ids)))
+                span = Span(start=self._end - offset, end=self._end - offset + len(turn.ids))
+                spans.append(span)
+                if rules:
+                    _flag(flagged, span, rules)
                 versions.append(turn.versions)
                 self._candidates += turn.candidates or [()] * len(turn.ids)
             if turn.routing is not None:
                 self._routing.append((offset, node))
-            flags = FLAG_SAMPLED | (FLAG_LOSS if owns else 0)
+            flags = FLAG_SAMPLED | (FLAG_LOSS if owns else 0) | rules << RULE_BITS
             self._append(turn.ids, node.role, flags, turn.logprobs, turn.versions)
             if node is not path[-1]:
                 self._plain(turn.tail, TEMPLATE)
@@ -124,6 +158,7 @@ class _Rows:
                 loss_spans=tuple(spans),
                 min_version=int(trained.min()),
                 max_version=int(trained.max()),
+                flags=tuple(flagged),
             )
         )
 
@@ -180,3 +215,11 @@ class _Rows:
             room = ends[offset] - start
             found[start : start + min(room, len(routing.rows))] = routing.rows[:room]
         return {f"routed_experts.L0-{layers - 1}": found}
+
+
+def _flag(flagged: list[Flag], span: Span, rules: int) -> None:
+    """Adds a flagged span; one that goes on where the last ended, by the same rules, is a part of that."""
+    if flagged and (flagged[-1].end, flagged[-1].rules) == (span.start, rules):
+        flagged[-1] = Flag(start=flagged[-1].start, end=span.end, rules=rules)
+    else:
+        flagged.append(Flag(start=span.start, end=span.end, rules=rules))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.capture.call import Answer
-from pipeline.capture.records import encode
+from pipeline.capture.records import encode, encode_flags
 from pipeline.capture.tree import Node
 from schemas.names import checked_name
 
@@ -50,11 +50,17 @@ class HostJournal:
         self.lag = 0
         self.lost = 0
 
-    def record(self, session: str, nodes: Sequence[Node], answer: Answer) -> None:
-        """See `pipeline.capture.session.Journal`."""
+    def record(self, session: str, nodes: Sequence[Node], answer: Answer, flags: int = 0) -> None:
+        """See `pipeline.capture.judging.Journal`."""
+        self._keep(session, encode(session, nodes, answer, flags))
+
+    def flag(self, session: str, number: int, flags: int) -> None:
+        """See `pipeline.capture.judging.Journal`."""
+        self._keep(session, encode_flags(session, number, flags))
+
+    def _keep(self, session: str, data: bytes) -> None:
         if session in self._unkept:
             return
-        data = encode(session, nodes, answer)
         try:
             self._write(data)
         except OSError as error:

@@ -8,7 +8,7 @@ off or damaged ends the reading, and nothing after it is taken.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -31,7 +31,8 @@ _Array = npt.NDArray[np.generic]
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """One turn of a session: the nodes that it added, without parents (`parents` has their numbers), and how it ended.
-    `main`: whether it is a turn of the main agent's own dialogue."""
+    `main`: whether it is a turn of the main agent's own dialogue. `flags`: bits that rules have given to the sampled node
+    of number `flagged`. A record of flags alone has no nodes."""
 
     session: str
     nodes: tuple[Node, ...]
@@ -39,17 +40,30 @@ class Recorded:
     finish: Finish
     malformed: int
     main: bool
+    flagged: int = 0
+    flags: int = 0
 
 
-def encode(session: str, nodes: Sequence[Node], answer: Answer) -> bytes:
-    """The record of a turn; `nodes` as in `Journal.record`."""
+def encode(session: str, nodes: Sequence[Node], answer: Answer, flags: int = 0) -> bytes:
+    """The record of a turn; `nodes` and `flags` as in `Journal.record`."""
     arrays: list[_Array] = []
-    header = {
+    header: dict[str, Any] = {
         "session": session,
         "finish": answer.finish,
         "malformed": answer.malformed,
         "nodes": [_node(node, arrays) for node in nodes],
     }
+    if flags:
+        header |= {"flagged": nodes[-1].number, "flags": flags}
+    return _framed(header, arrays)
+
+
+def encode_flags(session: str, number: int, flags: int) -> bytes:
+    """The record of what rules have said of a sampled node since it was recorded."""
+    return _framed({"session": session, "nodes": [], "flagged": number, "flags": flags}, [])
+
+
+def _framed(header: Mapping[str, Any], arrays: Sequence[_Array]) -> bytes:
     text = orjson.dumps(header)
     body = b"".join([_HEADER.pack(len(text)), text, *(np.ascontiguousarray(a).tobytes() for a in arrays)])
     return _FRAME.pack(len(body), crc32c(body)) + body
@@ -148,7 +162,9 @@ def recorded(body: bytes | memoryview) -> Recorded:
         session=header["session"],
         nodes=tuple(nodes),
         parents=tuple(found["parent"] for found in header["nodes"]),
-        finish=header["finish"],
-        malformed=header["malformed"],
-        main=nodes[-1].kind == Kind(),
+        finish=header.get("finish", "stop"),
+        malformed=header.get("malformed", 0),
+        main=bool(nodes) and nodes[-1].kind == Kind(),
+        flagged=header.get("flagged", 0),
+        flags=header.get("flags", 0),
     )

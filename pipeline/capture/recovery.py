@@ -172,6 +172,9 @@ def _take(session: Recovered, turn: Recorded) -> None:
     tree = session.tree
     for node, parent in zip(turn.nodes, turn.parents, strict=True):
         tree.append(node.below(tree.nodes[parent]))
-    session.turns += 1
+    if turn.flags:
+        tree.flag(turn.flagged, turn.flags)
+    if turn.nodes:
+        session.turns += 1
     if turn.main:
         session.finish, session.malformed = turn.finish, turn.malformed

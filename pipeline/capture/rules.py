@@ -127,6 +127,11 @@ class Kind:
     agent: str = ""
     label: Name | None = None
 
+    @property
+    def told(self) -> str | None:
+        """The label that a request alone gives: by that, turns are left out of training."""
+        return self.label or ("subagent" if self.agent else None)
+
 
 def classify(rules: Rules, call: Call, headers: Mapping[str, str]) -> Kind:
     """`headers` have lower-case names. The first auxiliary kind that matches counts."""

@@ -42,6 +42,7 @@ from pipeline.capture.session import Journal, Session
 from pipeline.capture.sse import send_events
 from pipeline.capture.turn import Turn
 from pipeline.engines.base import Engine
+from pipeline.signal.rules import NO_RULES, Judge
 from schemas.config import Behaviour
 
 _LOG = logging.getLogger("packtrain.capture.http")
@@ -120,6 +121,7 @@ class Capture:
         rules: Rules = Rules(),  # noqa: B008  # frozen
         deadline: float | None = None,
         journal: Journal | None = None,
+        judge: Judge = NO_RULES,
     ) -> Session:
         """A new session (see `Session`); raises ValueError when one of that id exists or existed."""
         if session_id in self._doors or session_id in self._closed:
@@ -134,6 +136,7 @@ class Capture:
             rules,
             deadline,
             journal,
+            judge,
         )
         self._doors[session_id] = _Door(session)
         return session

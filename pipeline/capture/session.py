@@ -5,7 +5,8 @@ Promises:
 - different requests at once on one session are independent;
 - the answer is generated and recorded whether or not the client is still there;
 - a session's sampling parameters are its behaviour's, whatever the agent asks for: it may only ask for fewer tokens;
-- no more than the behaviour's turns and tokens are sampled, none after the deadline, no context grows over `max_context`.
+- no more than the behaviour's turns and tokens are sampled, none after the deadline, no context grows over `max_context`,
+  and none once a rule has ended the rollout.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from pipeline.capture.budget import Budget, ContextOverflow, TurnLimit
-from pipeline.capture.call import Answer, BadRequest, Call, Finish, Piece, Reply, Text
+from pipeline.capture.call import Answer, BadRequest, Call, Reply
 from pipeline.capture.dialogue import Dialogue, Step, answer_key_of, steps
 from pipeline.capture.export import Export, export
-from pipeline.capture.messages import Message, ParsedTurn, ToolCall
-from pipeline.capture.renderers.base import Renderer, TurnParser
+from pipeline.capture.judging import Journal, Judging
+from pipeline.capture.messages import Message
+from pipeline.capture.reading import Reading, finish
+from pipeline.capture.renderers.base import Renderer
 from pipeline.capture.rules import Kind, Rules, classify
-from pipeline.capture.tree import ContextTree, Ids, Match, Node, SampledTurn
+from pipeline.capture.tree import ContextTree, Ids, Match, SampledTurn
 from pipeline.capture.turn import SessionClosed, Turn
 from pipeline.engines.base import Engine, EngineUnavailable, Generation, ImageItem
 from pipeline.engines.wire import SamplingParams
+from pipeline.signal.rules import NO_RULES, Called, Judge
+from pipeline.signal.rules import Turn as JudgedTurn
 from schemas.config import Behaviour
 
 __all__ = ["ContextOverflow", "Journal", "Session", "SessionClosed", "TurnLimit"]
@@ -47,14 +49,6 @@ _PUT_TOGETHER = 1 << 17
 """Tokens of a known path that are put together meanwhile."""
 
 
-class Journal(Protocol):
-    """Keeps recorded turns where a crash of this process does not reach them."""
-
-    def record(self, session: str, nodes: Sequence[Node], answer: Answer) -> None:
-        """`nodes`: what the turn added to the session's tree, the sampled node last. Does not block."""
-        ...
-
-
 class Session:
     def __init__(
         self,
@@ -67,6 +61,7 @@ class Session:
         rules: Rules = Rules(),  # noqa: B008  # frozen
         deadline: float | None = None,
         journal: Journal | None = None,
+        judge: Judge = NO_RULES,
     ) -> None:
         """`key` signs reasoning; `deadline` is a time of the running loop; `max_context` in tokens, prompt and answer."""
         self.id = id
@@ -77,8 +72,9 @@ class Session:
         self._key = key
         self._rules = rules
         self._budget = Budget(behaviour, deadline)
-        self._journal = journal
+        self._judge = judge
         self._tree = ContextTree()
+        self._judging = Judging(id, self._tree, judge, journal, behaviour.exclude)
         self._answers: dict[tuple[str, str], Turn] = {}
         self._tasks: set[asyncio.Task[Answer] | None] = set()
         self._requests = itertools.count(1)
@@ -101,6 +97,16 @@ class Session:
         """Whether the engine owes an answer: a model call is under way, the last to end met the engine's trouble, or the
         client of the newest call went before it had its answer, whether or not that was sampled since."""
         return self._trouble or self._left or bool(self._tasks)
+
+    @property
+    def stopped(self) -> str:
+        """The name of the rule that has ended the rollout; empty: none has."""
+        return self._judging.stopped
+
+    @property
+    def broken(self) -> str:
+        """Why a rule could not judge a turn, so that nobody knows its flags; empty: all could."""
+        return self._judging.broken
 
     @property
     def last(self) -> Answer | None:
@@ -147,7 +153,7 @@ class Session:
 
     def export(self) -> Export:
         """See `pipeline.capture.export`."""
-        return export(self._tree, self.behaviour.exclude)
+        return export(self._tree, self.behaviour.exclude, self._judge)
 
     def _was_left(self) -> None:
         self._left = not self.closed
@@ -156,6 +162,7 @@ class Session:
         """Leaves the session as it is to be before whoever waits learns of the end."""
         counted = 0
         try:
+            self._judging.check()
             # Counted before the first await, so that requests at once cannot pass the limit together.
             self._budget.take_turn()
             counted = 1
@@ -207,6 +214,7 @@ class Session:
 
     async def _sample(self, turn: Turn, call: Call, kind: Kind) -> Answer:
         asked, match, rendered = await self._prepare(call.dialogue)
+        await self._judging.results(asked, match)
         try:
             prompt_lead, opening = self._renderer.lead(call.tool_choice)
         except ValueError as error:
@@ -230,7 +238,7 @@ class Session:
         match, opening, prompt = given.match, given.opening, given.ids
         number = next(self._requests)
         parser = self._renderer.parser(opening, call.stop, call.parallel, call.dialogue.tools)
-        reading = _Reading(turn, parser, f"{self.id}/{number}", call.tool_choice.mode != "none")
+        reading = Reading(turn, parser, f"{self.id}/{number}", call.tool_choice.mode != "none")
         watched = call.stream or bool(call.stop) or not call.parallel
         generation = await self._engine.generate(
             prompt,
@@ -250,6 +258,19 @@ class Session:
             else:
                 reading.watch(generation.token_ids)
         parsed = reading.finish()
+        ended = finish(generation, parser, parsed)
+        flags = await self._judging.turn(
+            JudgedTurn(
+                parsed.content,
+                sampled.ids,
+                parsed.reasoning,
+                tuple(Called(each.name, each.arguments) for each in parsed.tool_calls),
+                parsed.malformed,
+                frozenset(tool.name for tool in call.dialogue.tools),
+                ended,
+            ),
+            kind,
+        )
         known = len(self._tree.nodes)
         node = self._tree.add(
             match,
@@ -264,7 +285,7 @@ class Session:
             number=node.number,
             content=parsed.content,
             tool_calls=parsed.tool_calls,
-            finish=_finish(generation, parser, parsed),
+            finish=ended,
             malformed=parsed.malformed,
             prompt_tokens=len(prompt),
             completion_tokens=len(sampled.ids),
@@ -275,8 +296,7 @@ class Session:
         )
         if kind == Kind():
             self._last = answer
-        if self._journal is not None:
-            self._journal.record(self.id, self._tree.nodes[known:], answer)
+        self._judging.record(self._tree.nodes[known:], answer, flags)
         return answer
 
     def _own_seed(self, seed: int) -> int:
@@ -326,61 +346,6 @@ class _Prompt:
     lead: Sequence[int]
     opening: Sequence[int]
     ids: Ids
-
-
-class _Reading:
-    """Parses a turn's tokens as they come and tells the turn; names the tool calls."""
-
-    def __init__(self, turn: Turn, parser: TurnParser, name: str, calls: bool) -> None:
-        self._turn = turn
-        self._parser = parser
-        self._name = name
-        self._calls = calls
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._named: list[ToolCall] = []
-        self._shown: list[str] = []
-
-    def watch(self, ids: Sequence[int]) -> int | None:
-        fed = self._parser.feed(ids)
-        self._tell(fed.pieces)
-        return fed.keep
-
-    def finish(self) -> ParsedTurn:
-        pieces, parsed = self._parser.finish()
-        self._tell(pieces)
-        content = parsed.content if self._calls else "".join(self._shown).strip()
-        return ParsedTurn(content, tuple(self._named), parsed.malformed, parsed.reasoning)
-
-    def _tell(self, pieces: Sequence[Piece]) -> None:
-        named = [self._name_call(piece) if isinstance(piece, ToolCall) else piece for piece in pieces]
-        self._shown += [piece.text for piece in named if isinstance(piece, Text)]
-        if threading.get_ident() == self._thread:
-            self._turn.add(named)
-        else:
-            # A long turn is parsed on a thread; its clients wait on the loop.
-            self._loop.call_soon_threadsafe(self._turn.add, named)
-
-    def _name_call(self, call: ToolCall) -> Piece:
-        if not self._calls:
-            # The agent asked for none: what the policy said all the same is shown.
-            return Text(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}')
-        call = ToolCall(self._call_id(), call.name, call.arguments)
-        self._named.append(call)
-        return call
-
-    def _call_id(self) -> str:
-        """Unique in the run."""
-        made = hashlib.sha256(f"{self._name}/{len(self._named)}".encode()).hexdigest()
-        return f"call_{made[:24]}"
-
-
-def _finish(generation: Generation, parser: TurnParser, parsed: ParsedTurn) -> Finish:
-    if generation.finish_reason == "length":
-        return "length"
-    if parser.stopped_by is not None:
-        return "stop_sequence"
-    return "tool_calls" if parsed.tool_calls else "stop"
 
 
 def _items(dialogue: Dialogue) -> list[ImageItem]:

@@ -5,7 +5,7 @@ Promises (tested over random agents):
 - the tokens before a sampled turn in its exported context are exactly those it was sampled from;
 - every sampled token has loss in exactly one exported context, and no other token ever has;
 - forks share the nodes of their common prefix; nodes are only added and never change, so what a turn adds, in memory and
-  in work, are its own new tokens.
+  in work, are its own new tokens. What rules say of sampled turns stands beside the nodes, as some say it later.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class ContextTree:
     def __init__(self) -> None:
         self._root = Node(0, None, TEMPLATE, np.empty(0, np.int32))
         self.nodes: list[Node] = [self._root]
+        self.flags: dict[int, int] = {}
+        """Of a sampled node, by its number, the bits of the rules that have flagged it; bits are only added."""
 
     def match(self, steps: Sequence[Step]) -> Match:
         """The longest known path. Of several as long, the one with most sampled turns, then the newest.
@@ -163,6 +165,13 @@ class ContextTree:
         sampled = Node(len(self.nodes), node, ROLES.index("assistant"), turn.ids, turn, kind)
         node.answers.setdefault(answer, []).append(sampled)
         return self.append(sampled)
+
+    def flag(self, number: int, flags: int) -> int:
+        """Adds bits to those of a sampled node; which of them are new."""
+        known = self.flags.get(number, 0)
+        if new := flags & ~known:
+            self.flags[number] = known | new
+        return new
 
     def append(self, node: Node) -> Node:
         """Takes a node as it is; its number must be the next one. Raises ValueError."""

@@ -51,6 +51,7 @@ ENDINGS: Mapping[str, Ending] = {
     "malformed": _model("the policy's last turn held a tool call that does not parse"),
     "max_turns": _model("behaviour.max_turns model calls were made"),
     "overlong": _model("a turn was cut at its length, or the context or the session's token limit was full"),
+    "early_stop": _model("a rule of a penalty with stop flagged a turn, and no further turn was sampled"),
     "agent_timeout": _model("the agent's seconds were over while nobody owed it an answer"),
     "agent_crashed": _model(
         "the agent's program ended with a status other than 0, by a signal of its own, or for all that it wrote"
@@ -76,6 +77,7 @@ ENDINGS: Mapping[str, Ending] = {
     "engine_unavailable": _infra("the engine failed, and the agent gave up"),
     "agent_loop_unreachable": _infra("the session URL could not be reached"),
     "session_lost": _infra("the session was gone while the agent worked"),
+    "rule_failed": _infra("a penalty's rule raised, so that nobody knows what it flags"),
     "nothing_sampled": _infra("the agent ended without a turn"),
     "missing_reward": _infra("a verdict without reward and without failure"),
     "protocol": _infra("the proxy answered what the agent cannot read"),
@@ -95,6 +97,7 @@ REFUSALS: Mapping[str, str] = {
     "max_turns": "max_turns",
     "max_requests": "max_turns",
     "max_wall_time": "agent_timeout",
+    "early_stop": "early_stop",
 }
 """What a session refuses a request for, by the code of its answer 400: how an agent ended that was told so."""
 

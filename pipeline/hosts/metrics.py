@@ -57,6 +57,8 @@ class Measures:
     hosts: list[Callable[[], HostReport]] = field(default_factory=list[Callable[[], HostReport]])
     phases: dict[tuple[str, str], Histogram] = field(default_factory=dict[tuple[str, str], Histogram])
     peaks: dict[str, Histogram] = field(default_factory=dict[str, Histogram])
+    grading: dict[tuple[str, str], Histogram] = field(default_factory=dict[tuple[str, str], Histogram])
+    grading_cost: dict[str, float] = field(default_factory=dict[str, float])
     address: str = ""
 
     def trial(self, pool: str, took: Mapping[str, float], peak_bytes: int) -> None:
@@ -65,6 +67,11 @@ class Measures:
             self.phases.setdefault((pool, phase), Histogram(BUCKETS_S)).observe(seconds)
         if peak_bytes:
             self.peaks.setdefault(pool, Histogram(BUCKETS_BYTES)).observe(peak_bytes)
+
+    def graded(self, source: str, outcome: str, seconds: float, cost: float) -> None:
+        """A group's tries are over: `outcome` is answer, late or failed; what they took, and cost in the unit of the prices."""
+        self.grading.setdefault((source, outcome), Histogram(BUCKETS_S)).observe(seconds)
+        self.grading_cost[source] = self.grading_cost.get(source, 0.0) + cost
 
 
 class MeasuredPool(ThreadPoolExecutor):
@@ -150,6 +157,17 @@ class _Collector:
         for pool, found in self._measures.peaks.items():
             peaks.add_metric([pool], found.buckets(), found.sum)
         yield from (phases, peaks)
+        grading = HistogramMetricFamily(
+            "packtrain_grading_seconds",
+            "From a group's first try to its answer",
+            labels=["source", "outcome"],
+        )
+        for (source, outcome), found in self._measures.grading.items():
+            grading.add_metric([source, outcome], found.buckets(), found.sum)
+        cost = CounterMetricFamily("packtrain_grading_cost", "What graders' tries cost", labels=["source"])
+        for source, spent in self._measures.grading_cost.items():
+            cost.add_metric([source], spent)
+        yield from (grading, cost)
 
 
 @asynccontextmanager

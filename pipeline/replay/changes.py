@@ -2,7 +2,7 @@
 
 Promises:
 - only what enters the log in `run.started` can be changed: steps, batch and sources; a source is addressed by its name;
-- what comes out is as valid as what a run could start with; else one `BadChange` names path, value and what is wrong.
+- what comes out is as valid as what a run could start with, its built-in hooks too; else one `BadChange` names path, value and what is wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from pipeline.signal.hooks import built_in, chain
 from schemas.config import Decisions
 
 
@@ -47,6 +48,13 @@ def change(recorded: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> 
         raise BadChange("\n".join(_fault(d, whole) for d in error.errors(include_url=False))) from error
     if decisions.steps < 1:
         raise BadChange(f"steps = {decisions.steps}: a run has at least 1")
+    for source in decisions.sources:
+        try:
+            # Other people's hooks are not imported here: a replay does not run them.
+            if built_in(source):
+                chain(source)
+        except ValueError as error:
+            raise BadChange(f"sources.{source.name}.hooks: {error}") from error
     if not decisions.training():
         raise BadChange("no source has groups > 0: there would be no batch")
     return decisions

@@ -3,6 +3,7 @@
 Promises:
 - the rule is the service's: the core folds the events in stream order, and the first decision on a subject stands until
   its fact comes back; what is decided again on a subject that is taken is nothing;
+- a subject on which another service spoke first is taken by that;
 - a recorded fact of the core is compared in every byte of its body (an object of a decision by the checksum in the
   fact's ref) and in its cause, the event that it was decided on;
 - a decision that the log does not hold is a divergence only when the service went on without it: it recorded a later
@@ -23,7 +24,7 @@ import orjson
 
 from pipeline.replay.service import Service
 from schemas.envelope import Event
-from schemas.facts import RULES, Fact, RunStarted, RunStopped
+from schemas.facts import RULES, Fact, RunStarted, RunStopped, SampleRejected, SampleShaped
 
 Kind = Literal["differs", "never decided", "never recorded", "stands twice", "fails"]
 ABSENT = "(absent)"
@@ -126,6 +127,7 @@ class Rerun:
         self.service = service
         self.core = service.core(run)
         self.rules: int | None = None
+        self.started: RunStarted | None = None
         self.taken: set[str] = set()
         self.failed = False
         self._open: dict[str, _Open] = {}
@@ -146,9 +148,13 @@ class Rerun:
         self._events += 1
         self._last = event.seq
         if isinstance(event.fact, RunStarted):
-            self.rules = event.fact.rules
-        if self.service.decides(event.fact):
+            self.rules, self.started = event.fact.rules, event.fact
+        if self.decides(event.fact):
             self._compare(event)
+        elif isinstance(event.fact, SampleRejected | SampleShaped):
+            subject = event.fact.subject(self.run).text
+            self.taken.add(subject)
+            self._open.pop(subject, None)
         self._recent.add(event)
         try:
             self.core.fold(event)
@@ -166,6 +172,11 @@ class Rerun:
             if subject not in self.taken and subject not in self._open:
                 self._decided += 1
                 self._open[subject] = _Open(self._decided, fact, place(event), event.id)
+
+    def decides(self, fact: Fact) -> bool:
+        """Whether the fact is the core's own decision in this run."""
+        inherited = self.started is not None and self.started.begins_with(fact)
+        return self.service.decides(fact) and not inherited
 
     def report(self) -> Report:
         """What was found up to the last event."""

@@ -1,4 +1,5 @@
-"""Whose decisions can be made again: the cores, and the facts that each decides.
+"""Whose decisions can be made again: the cores, and the facts that each decides. What the hook service made of an accepted
+group is an input: it comes of columns in the store, and of other people's code.
 
 `yield` is the sampler's core, of which only what a batch is and what it leaves behind is looked at.
 """
@@ -25,7 +26,7 @@ from schemas.facts import (
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A core by name. `decides` says which facts are its decisions; all others are its inputs."""
+    """A core by name. `decides` says which facts are its decisions, but for what a run inherited; all others are its inputs."""
 
     name: str
     core: Callable[[str], Core]
@@ -40,11 +41,15 @@ def _mixed(fact: Fact) -> bool:
 
 
 def _sampled(fact: Fact) -> bool:
-    return isinstance(fact, SampleCompleted | SampleAccepted | SampleRejected | SampleShaped | BatchYielded)
+    if isinstance(fact, SampleRejected | SampleShaped):
+        return fact.by == "sampler"
+    return isinstance(fact, SampleCompleted | SampleAccepted | BatchYielded)
 
 
 def _yielded(fact: Fact) -> bool:
-    return isinstance(fact, BatchYielded) or (isinstance(fact, SampleRejected) and fact.reason == "stale")
+    return isinstance(fact, BatchYielded) or (
+        isinstance(fact, SampleRejected) and fact.reason == "stale" and fact.by == "sampler"
+    )
 
 
 SERVICES: dict[str, Service] = {

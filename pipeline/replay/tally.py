@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pipeline.batch.sampler import SamplerCore
 from pipeline.decision import Core
-from pipeline.signal.sampling import Group, staleness
+from pipeline.signal.groups import Group
+from pipeline.signal.sampling import staleness
 from schemas.envelope import Event
 from schemas.facts import (
     BatchYielded,
@@ -54,7 +55,7 @@ class Tally:
                 self.outcomes[sample] = (source, "accepted")
             case SampleRejected(source=source, sample=sample, reason=reason):
                 self.outcomes[sample] = (source, f"rejected: {reason}")
-            case SampleShaped(sample=sample, advantages=advantages):
+            case SampleShaped(sample=sample, advantages=advantages) if _in_play(core, sample):
                 self.advantages[sample] = advantages
             case BatchYielded() as fact if isinstance(core, SamplerCore):
                 self.batches[fact.step] = _figures(fact, core.members(fact), event.seq)
@@ -62,6 +63,11 @@ class Tally:
                 self.stopped = event.seq
             case _:
                 pass
+
+
+def _in_play(core: Core, sample: str) -> bool:
+    """Whether advantages of the sample count: not those that come after its batch."""
+    return not isinstance(core, SamplerCore) or core.groups.get(sample) is not None
 
 
 def _figures(fact: BatchYielded, groups: list[Group], seq: int) -> BatchFigures:

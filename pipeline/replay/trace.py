@@ -20,10 +20,13 @@ from pipeline.batch.sampler import SamplerCore
 from schemas.envelope import Event
 from schemas.facts import (
     BatchYielded,
+    Fact,
     RunStarted,
+    SampleGraded,
     SampleRejected,
     SampleShaped,
     SequenceDispatched,
+    SequenceScored,
 )
 
 _ATTEMPT = re.compile(r"(.+)-a[1-9][0-9]*")
@@ -39,6 +42,7 @@ class NoSuchId(LookupError):
 class Node:
     """An event of the tree. `depth` and `cause` (a message of the tree, None at a root) say where it hangs; `outside` is
     a root's cause as text (`message 1, run.started demo`). `after_s`: seconds since the cause, None when that is not known.
+    `note`: what the fact says of grading, scores, shaping, a rejection or penalties; text of others, which may hold anything.
     """
 
     seq: int
@@ -50,11 +54,12 @@ class Node:
     producer: str
     after_s: float | None
     outside: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A sample of a batch. Seconds: from its first dispatch to its advantages, and from those to the batch."""
+    """A sample of a batch. Seconds: from its first dispatch to its first advantages, and from those to the batch."""
 
     source: str
     sample: str
@@ -120,7 +125,8 @@ class Tracer:
                 self._kind = "sample" if self.id == fact.sample else "sequence"
                 self._sample = fact.sample
         elif isinstance(fact, SampleShaped) and fact.sample in self._times:
-            self._times[fact.sample].shaped = event.time
+            times = self._times[fact.sample]
+            times.shaped = times.shaped or event.time
         elif isinstance(fact, SampleRejected):
             self._times.pop(fact.sample, None)
         elif isinstance(fact, BatchYielded):
@@ -245,7 +251,32 @@ def _tree(kept: list[_Kept]) -> tuple[Node, ...]:
                 producer=event.producer,
                 after_s=after,
                 outside=outside,
+                note=_note(event.fact),
             )
         )
         following += [(child, depth + 1, event.seq) for child in reversed(children.get(event.seq, []))]
     return tuple(nodes)
+
+
+def _note(fact: Fact) -> str:
+    parts: list[str] = []
+    match fact:
+        case SampleGraded():
+            parts += ["a late answer"] if fact.revision else []
+            parts += [f"fallback: {fact.fallback}"] if fact.fallback else []
+            parts += [f"quality {min(fact.quality):.3g} to {max(fact.quality):.3g}"] if fact.quality else []
+            parts += [f"confirmed hacks: {sum(fact.hacks)}"] if any(fact.hacks) else []
+        case SequenceScored():
+            scored = f"{fact.tokens} tokens in {fact.seconds:.1f} s"
+            parts.append(scored if fact.failure is None else f"not scored: {fact.failure}")
+        case SampleShaped():
+            parts += ["anew"] if fact.revision else []
+            by_token = sum(sidecar is not None for sidecar in fact.sidecars)
+            parts += [f"by token: {by_token}"] if by_token else []
+        case SampleRejected():
+            parts.append(fact.reason)
+        case BatchYielded(factors=factors) if factors is not None:
+            parts.append(f"penalty factors alpha {factors.alpha:.3f}, beta {factors.beta:.3f}")
+        case _:
+            pass
+    return ", ".join(parts)

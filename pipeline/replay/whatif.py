@@ -6,6 +6,8 @@ Promises:
 - the core's own decisions replace the recorded ones. A decision whose subject was recorded stands where the recorded fact
   stood, in our version; one that comes after that place, or was never recorded, stands at once; a recorded one that we do
   not decide is left out. With the configuration unchanged this is the recording;
+- advantages that only the hook service makes are not made again: of a source whose changed hooks read columns, or are not
+  built in, the recorded ones stand, and `unmade` says so;
 - what the recording had on its way when it ended, and this code decides with the recorded configuration too, stays on its
   way.
 
@@ -22,9 +24,10 @@ from dataclasses import dataclass, replace
 from pipeline.replay.rerun import Report, Rerun
 from pipeline.replay.service import Service
 from pipeline.replay.tally import BatchFigures, Tally
-from schemas.config import Decisions
+from pipeline.signal.hooks import built_in, chain
+from schemas.config import Decisions, Source
 from schemas.envelope import Event
-from schemas.facts import Fact, RunStarted
+from schemas.facts import Fact, RunStarted, SampleRejected, SampleShaped
 
 LIMITS = (
     "Rollouts that were never made are not invented: groups, rewards, tokens and policy versions are the recorded ones,",
@@ -76,6 +79,8 @@ class Difference:
     """Of the core's own: with another body or made later, only in the changed version, only in the recorded."""
     left_out: int
     """Inputs of sources that the changed configuration does not have."""
+    unmade: tuple[str, ...]
+    """What cannot be made again with the change, in words."""
     failed: str
     """What the core raised, and on which message; empty if nothing. Then nothing after that message is in the difference."""
     steps: int
@@ -101,11 +106,13 @@ class WhatIf:
         self.service = service
         self._steps = decisions.steps
         self._config = decisions.model_dump(mode="json")
-        self._sources = {source.name for source in decisions.sources}
+        self._sources = {source.name: source for source in decisions.sources}
+        self._unshaped = {source.name for source in decisions.training() if not _pure(source)}
         self._baseline = Rerun(run, service)
         self._recorded = Tally()
         self._places: dict[str, int] = {}
         self._core = service.core(run)
+        self._started: RunStarted | None = None
         self._changed = Tally()
         self._decided: set[str] = set()
         self._held: dict[str, Fact] = {}
@@ -119,9 +126,20 @@ class WhatIf:
     def index(self, event: Event) -> None:
         """The first pass: what was recorded, and what this code makes of it unchanged."""
         self._recorded.see(self._baseline.core, event)
-        if self.service.decides(event.fact):
+        if isinstance(event.fact, RunStarted):
+            self._started = event.fact
+        if self._decides(event.fact):
             self._places.setdefault(event.fact.subject(self.run).text, event.seq)
         self._baseline.feed(event)
+
+    def _decides(self, fact: Fact) -> bool:
+        """Whether the changed core decides what the fact says, whoever did in the recording."""
+        if self.service.name == "sampler" and (
+            isinstance(fact, SampleShaped) or (isinstance(fact, SampleRejected) and fact.by == "hook")
+        ):
+            return fact.source not in self._unshaped
+        inherited = self._started is not None and self._started.begins_with(fact)
+        return self.service.decides(fact) and not inherited
 
     def feed(self, event: Event) -> None:
         """The second pass."""
@@ -132,7 +150,7 @@ class WhatIf:
             return
         if isinstance(fact, RunStarted):
             event = replace(event, fact=fact.model_copy(update={"config": self._config}))
-        elif self.service.decides(fact):
+        elif self._decides(fact):
             ours = self._held.pop(fact.subject(self.run).text, None)
             if ours is None:
                 return
@@ -157,7 +175,7 @@ class WhatIf:
             self._core.fold(now)
             for decision in self._core.decide(now):
                 subject = decision.fact.subject(self.run).text
-                if subject in self._decided or not self.service.decides(decision.fact):
+                if subject in self._decided or not self._decides(decision.fact):
                     continue
                 self._decided.add(subject)
                 at = self._places.get(subject)
@@ -166,6 +184,28 @@ class WhatIf:
                 elif subject not in (self._on_the_way or ()):
                     self._bodies += at is not None  # recorded, but made later here
                     following.append(replace(now, fact=decision.fact, id=f"{now.id}+", causation=now.id))
+
+    def _unmade(self) -> tuple[str, ...]:
+        if self._started is None or self.service.name == "mixer":
+            return ()
+        recorded = {s.name: s for s in Decisions.model_validate(self._started.config).sources}
+        told: list[str] = []
+        for name, source in self._sources.items():
+            before = recorded.get(name)
+            if before is None or not source.groups:
+                continue
+            if name in self._unshaped and self.service.name == "sampler":
+                same = (before.hooks, before.grader) == (source.hooks, source.grader)
+                told.append(
+                    f"source {name}: its hooks read columns or are not built in, so that only a run makes its advantages: the recorded "
+                    f"ones stand{'' if same else ', which other hooks made'}, and a group without any is in no batch"
+                )
+            new = [teacher for teacher in source.teachers if teacher not in before.teachers]
+            if new:
+                told.append(
+                    f"source {name}: teacher {new[0]} scored none of its recorded sequences, so that none of its groups is decided"
+                )
+        return tuple(told)
 
     def report(self) -> Difference:
         then, now = self._recorded, self._changed
@@ -199,10 +239,15 @@ class WhatIf:
             stopped=(then.stopped, now.stopped),
             facts=(self._bodies, len(ours - self._places.keys()), len(self._places.keys() - ours)),
             left_out=self._left_out,
+            unmade=self._unmade(),
             failed=self._failed,
             steps=self._steps,
             baseline=self._baseline.report(),
         )
+
+
+def _pure(source: Source) -> bool:
+    return built_in(source) and chain(source).pure
 
 
 def _pairs(then: Counter[str], now: Counter[str]) -> dict[str, tuple[int, int]]:

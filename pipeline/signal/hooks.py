@@ -2,9 +2,10 @@
 
 Promises:
 - a hook is a pure function from one `Signal` to the next, and reads no column but those that it names;
-- a chain has hooks of three stages in this order: those that change rewards, those that make advantages of them, those that
-  change advantages; at least one makes advantages;
+- a chain has hooks of three stages in this order: those that change rewards, the one that makes advantages of them, those
+  that change advantages;
 - what comes out has one finite advantage a member, and of a member with advantages by token one for each of its loss tokens;
+- no hook puts a group's members in another order, or changes advantages that those by token stand for;
 - a chain of built-in hooks that name no column depends on events alone: `Chain.pure`.
 
 A hook of your own is a class with `stage`, `columns` and `__call__`, named as module:Class or by an entry point of the group
@@ -15,10 +16,11 @@ service, never where a run is replayed.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
 from itertools import pairwise
@@ -48,7 +50,17 @@ BUILT_IN: Mapping[str, str] = {
 }
 ENTRY_POINTS = "packtrain.hooks"
 """Group of the entry points by which other packages name their hooks."""
+WEIGHING = "segment_penalty"
+"""The built-in hook that the strategy `weigh` needs."""
+BY_TOKEN = ("opd", "opd_topk")
+"""Built-in hooks that make advantages by token."""
+_WEIGHS_ONE = (
+    f"hook {WEIGHING!r} weighs one advantage a sequence, and {{!r}} makes some by token: leave it out, and use the strategies "
+    "scale, set, subtract or mask"
+)
 _ORDER: Mapping[Stage, int] = {"rewards": 0, "advantages": 1, "after": 2}
+_SHOWN = 512
+"""Numbers that an error tells one by one: the largest group."""
 
 
 class BadHook(ValueError):
@@ -81,7 +93,8 @@ class Signal:
 
     rewards: float64 [n]. advantages: float64 [n], None before a hook made them. tokens: of each member None, or float32
     [loss_tokens], which then stand for its advantage. columns: of each member the columns that the chain names, by their names
-    there, with one row for each loss token in payload order; a member whose teacher failed lacks the teacher's.
+    there, with one row for each loss token in payload order; a member whose teacher failed lacks the teacher's. passed: bool [n],
+    who passed by the rewards that the chain began with; None before it.
     """
 
     members: tuple[Member, ...]
@@ -90,10 +103,12 @@ class Signal:
     advantages: Array | None = None
     tokens: tuple[npt.NDArray[np.float32] | None, ...] = ()
     columns: tuple[Columns, ...] = ()
+    passed: npt.NDArray[np.bool_] | None = None
 
     def passes(self) -> npt.NDArray[np.bool_]:
-        """Which members pass: bool [n], by the rewards that the chain began with or its hooks have made since."""
-        return self.rewards >= self.pass_reward
+        """Which members pass: bool [n], by the rewards that the chain began with: a success whose length cost it a part of its
+        reward is still one. A hook that makes failures of them sets `passed`."""
+        return self.rewards >= self.pass_reward if self.passed is None else self.passed
 
     def made(self) -> Array:
         """The advantages, [n]; raises BadHook where none were made."""
@@ -131,10 +146,17 @@ class Chain:
         """The shaped signal. Raises BadHook, naming the hook whose result cannot be trained; and what a hook raises."""
         if not np.isfinite(signal.rewards).all():
             raise BadHook(f"rewards must be finite, got {signal.rewards.tolist()}")
+        signal = replace(signal, passed=signal.passes())
         for kind, hook in self.hooks:
-            signal = _checked(kind, hook(signal))
+            signal = _checked(kind, signal, hook(signal))
         signal.made()
+        if WEIGHING in self.kinds and any(tokens is not None for tokens in signal.tokens):
+            raise BadHook(_WEIGHS_ONE.format("another"))
         return signal
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for kind, _ in self.hooks)
 
     def find(self, kind: type[Any]) -> Any | None:
         """The hook of that class, if there is one."""
@@ -145,6 +167,12 @@ def chain(source: Source) -> Chain:
     """The source's hooks, or its estimator where it names none. Raises BadHook."""
     given = [[hook.kind, hook.options] for hook in source.hooks] or [[source.estimator, {}]]
     return _chain(json.dumps(given, sort_keys=True))
+
+
+def teacher_of(column: str) -> str:
+    """The teacher whose sidecar has the column; empty for one of the payload."""
+    parts = column.split(".", 2)
+    return parts[1] if len(parts) == 3 and parts[0] == "teacher" else ""
 
 
 def built_in(source: Source) -> bool:
@@ -166,10 +194,27 @@ def _chain(given: str) -> Chain:
         raise BadHook(
             f"hooks {[kind for kind, _ in hooks]} make no advantages: add an estimator, such as grpo, or opd"
         )
+    if len(makers) > 1:
+        raise BadHook(
+            f"hooks {makers} each make advantages, and the last forgets those of the others: leave one, or give opd add = true"
+        )
+    _by_token([kind for kind, _ in hooks])
     columns = tuple(dict.fromkeys(name for _, hook in hooks for name in hook.columns))
     estimator = re.sub(r"[^A-Za-z0-9_-]", "-", "-".join(makers))[:128]
     shipped = all(kind in BUILT_IN for kind, _ in hooks)
     return Chain(hooks, columns, shipped and not columns, estimator)
+
+
+def _by_token(kinds: Sequence[str]) -> None:
+    """Refuses built-in hooks that change one advantage a sequence where there are some by token."""
+    first = min((kinds.index(kind) for kind in BY_TOKEN if kind in kinds), default=len(kinds))
+    if "redistribute" in kinds[first:]:
+        raise BadHook(
+            f"hook 'redistribute' changes one advantage a sequence, and {kinds[first]!r} before it makes some by token: put it "
+            f"before {kinds[first]!r}, with add = true and an estimator before both, or leave it out"
+        )
+    if WEIGHING in kinds and first < len(kinds):
+        raise BadHook(_WEIGHS_ONE.format(kinds[first]))
 
 
 def resolve(kind: str, options: Mapping[str, Any] | None = None) -> Hook:
@@ -187,7 +232,27 @@ def resolve(kind: str, options: Mapping[str, Any] | None = None) -> Hook:
         factory: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise BadHook(f"hook {kind!r} cannot be imported: {error}") from error
-    return cast(Hook, factory(options=dict(options)) if options else factory())
+    if options and "options" not in _parameters(factory):
+        raise BadHook(f"hook {kind!r} has no options, and is given {', '.join(options)}: leave them out")
+    return _hook(kind, factory(options=dict(options)) if options else factory())
+
+
+def _parameters(factory: Any) -> Collection[str]:
+    parameters = inspect.signature(factory).parameters.values()
+    return {"options" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+
+
+def _hook(kind: str, made: Any) -> Hook:
+    """What was made, if it is a hook."""
+    stage, columns = getattr(made, "stage", None), getattr(made, "columns", None)
+    if stage not in _ORDER:
+        raise BadHook(f"hook {kind!r} has stage {stage!r}, must be one of {list(_ORDER)}")
+    names = cast("tuple[object, ...]", columns) if isinstance(columns, tuple) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise BadHook(f"hook {kind!r} has columns {columns!r}, must be a tuple of names, () for none")
+    if not callable(made):
+        raise BadHook(f"hook {kind!r} cannot be called: give it __call__(signal) -> Signal")
+    return cast(Hook, made)
 
 
 def named() -> dict[str, str]:
@@ -195,21 +260,48 @@ def named() -> dict[str, str]:
     return {p.name: p.value for p in entry_points(group=ENTRY_POINTS) if p.name not in BUILT_IN}
 
 
-def _checked(kind: str, signal: Signal) -> Signal:
-    n = len(signal.members)
+def _checked(kind: str, before: Signal, signal: Signal) -> Signal:
+    """The hook's result, if it can be trained."""
+    if not isinstance(signal, Signal):  # pyright: ignore[reportUnnecessaryIsInstance]  # other people's code
+        raise BadHook(f"hook {kind!r} gave {type(signal).__name__}, must give a Signal")
+    n = len(before.members)
+    if [m.sequence for m in signal.members] != [m.sequence for m in before.members]:
+        raise BadHook(f"hook {kind!r} gave other members, or in another order, than it was given")
     for name, array in (("rewards", signal.rewards), ("advantages", signal.advantages)):
-        if array is None:
-            continue
-        if array.shape != (n,) or not np.isfinite(array).all():
-            raise BadHook(f"hook {kind!r} gave {name} that are not {n} finite numbers: {array.tolist()}")
-    if not signal.tokens:
-        return signal
-    if len(signal.tokens) != n:
+        if array is not None and not _finite(array, (n,)):
+            raise BadHook(f"hook {kind!r} gave {name} that are not {n} finite numbers: {_shown(array)}")
+    if before.tokens and signal.tokens is before.tokens and not _equal(before.advantages, signal.advantages):
+        raise BadHook(
+            f"hook {kind!r} changed advantages of sequences where those by token stand for them; change `tokens`, or put it before "
+            "the hook that made them"
+        )
+    if len(signal.tokens) not in (0, n):
         raise BadHook(f"hook {kind!r} gave advantages by token of {len(signal.tokens)} members, of {n}")
-    for member, tokens in zip(signal.members, signal.tokens, strict=True):
-        if tokens is not None and (tokens.shape != (member.loss_tokens,) or not np.isfinite(tokens).all()):
+    for member, tokens in zip(signal.members, signal.tokens, strict=False):
+        if tokens is not None and not _finite(tokens, (member.loss_tokens,)):
             raise BadHook(
-                f"hook {kind!r}, sequence {member.sequence}: advantages by token have shape {tokens.shape} (finite: "
-                f"{bool(np.isfinite(tokens).all())}), and it has {member.loss_tokens} loss tokens"
+                f"hook {kind!r}, sequence {member.sequence}: advantages by token must be {member.loss_tokens} finite numbers, one for "
+                f"each loss token, and are {_shown(tokens)}"
             )
     return signal
+
+
+def _finite(array: object, shape: tuple[int, ...]) -> bool:
+    if not isinstance(array, np.ndarray):
+        return False
+    numbers = cast("npt.NDArray[Any]", array)
+    return numbers.dtype.kind in "fiub" and numbers.shape == shape and bool(np.isfinite(numbers).all())
+
+
+def _equal(one: Array | None, other: Array | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def _shown(array: object) -> str:
+    """An array by its shape, and its numbers where they are few."""
+    if not isinstance(array, np.ndarray):
+        return f"a {type(array).__name__}"
+    numbers = cast("npt.NDArray[Any]", array)
+    if numbers.size <= _SHOWN:
+        return str(numbers.tolist())
+    return f"of shape {numbers.shape}, {int(numbers.size - np.isfinite(numbers).sum())} of them not finite"

@@ -222,6 +222,21 @@ class ObjectStore:
         for meta in found:
             yield meta["path"], meta["size"]
 
+    async def copy(self, key: str, to: str) -> None:
+        """Makes the object one of `to` too, in the store itself: no byte of it passes here. What stands there already must be the
+        same object: it is written over. Raises ObjectMissing, BadKey, StoreUnavailable."""
+        checked_key(key)
+        checked_key(to)
+
+        async def copy() -> None:
+            try:
+                await obstore.copy_async(self._client, key, to)
+            except FileNotFoundError:
+                raise ObjectMissing(key, self.url) from None
+
+        await self._persist(copy)
+        self.counters.count()
+
     async def remove(self, keys: Sequence[str]) -> None:
         """Removes objects, those that are there: for a run that is given up as a whole, after which nothing names them.
 

@@ -27,7 +27,7 @@ from safetensors.numpy import save
 from pipeline.checksum import crc32c
 from pipeline.store.errors import ObjectDamaged, ObjectExists, ObjectMissing
 from pipeline.store.objects import ObjectStore, off_loop
-from pipeline.store.ranges import Range
+from pipeline.store.ranges import COALESCE_GAP, Range
 from schemas.payload import BLOCK_TOKENS, COLUMNS, PAYLOAD_VERSION, ColumnHeader, DType, PayloadHeader, Span
 
 Column = NDArray[Any]
@@ -123,16 +123,20 @@ async def read_header(store: ObjectStore, key: str) -> PayloadHeader:
 
 
 async def read_columns(
-    store: ObjectStore, header: PayloadHeader, names: Sequence[str], spans: Sequence[Span] | None = None
+    store: ObjectStore,
+    header: PayloadHeader,
+    names: Sequence[str],
+    spans: Sequence[Span] | None = None,
+    gap: int = COALESCE_GAP,
 ) -> dict[str, Column]:
     """The named columns, the rows of `spans` (default: all) one after the other, as read-only arrays.
 
-    Fetches and verifies whole blocks of 65,536 rows. Raises KeyError on a column that there is not, ValueError on a
+    Fetches and verifies whole blocks of 65,536 rows, and what lies between two where that is at most `gap` bytes. Raises KeyError on a column that there is not, ValueError on a
     span outside it, ObjectDamaged, ObjectMissing, StoreUnavailable.
     """
     pieces = [_Pieces.of(header, header.column(name), spans) for name in names]
     ranges = [range_ for piece in pieces for range_ in piece.ranges]
-    bodies = iter(await store.get_ranges(header.key, ranges, size=header.bytes) if ranges else [])
+    bodies = iter(await store.get_ranges(header.key, ranges, size=header.bytes, gap=gap) if ranges else [])
     found: dict[str, Column] = {}
     for piece in pieces:
         views = [next(bodies) for _ in piece.ranges]

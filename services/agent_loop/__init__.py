@@ -21,6 +21,7 @@ from pipeline.hosts.engine import MeasuredEngine
 from pipeline.hosts.host import Host, Place
 from pipeline.log import end_tasks
 from pipeline.secret_file import read_secret
+from pipeline.signal.rules import judge_of
 from schemas.facts import SequenceDispatched
 from services.agent_loop.host import Host as Sequences
 from services.agent_loop.host import max_deliver
@@ -40,6 +41,7 @@ async def serve(ctx: Context) -> None:
         policy_dir(given.policy), given.renderer, given.tool_parser, given.reasoning_parser
     )
     rules = {pool.name: load_rules(pool_rules(pool)) for pool in config.pools}
+    judges = {source.name: judge_of(source.penalties) for source in config.sources}
     name = f"al-{ctx.index}-{secrets.token_hex(4)}"
     token_file = config.engine.token_file
     token = read_secret(token_file, "engine.token_file") if token_file else None
@@ -58,7 +60,7 @@ async def serve(ctx: Context) -> None:
         listening = _listen(settings.bind)
         await web.SockSite(runner, listening).start()
         base_url = _base_url(settings.advertise or settings.bind, listening)
-        sequences = Sequences(ctx, name, base_url, capture, engine, rules, journal, recovery)
+        sequences = Sequences(ctx, name, base_url, capture, engine, rules, journal, recovery, judges)
         work = await ctx.log.work(
             WORK,
             SequenceDispatched.type,

@@ -32,6 +32,7 @@ from pipeline.capture.server import Capture
 from pipeline.capture.session import Session
 from pipeline.engines.base import Engine
 from pipeline.log import Delivery
+from pipeline.signal.rules import NO_RULES, Judge
 from schemas.config import AgentLoop
 from schemas.envelope import Event
 from schemas.facts import (
@@ -46,6 +47,7 @@ from schemas.names import attempt_id
 from services.agent_loop.ending import Ending
 from services.agent_loop.judge import Result, judge, judge_recovered
 from services.agent_loop.readiness import Readiness
+from services.agent_loop.verdicts import Verdicts
 from services.process import Context
 
 GRACE_S = 5.0
@@ -72,27 +74,6 @@ class Attempt:
 def max_deliver(config: AgentLoop) -> int:
     """Deliveries of a dispatch. The limit of attempts comes first where attempts are made, and says more."""
     return config.max_attempts + _MORE_DELIVERIES
-
-
-class Verdicts:
-    """Hands each `sequence.verified` that is addressed to this host to whoever waits for it."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[SequenceVerified]] = {}
-
-    def expect(self, attempt: str) -> asyncio.Future[SequenceVerified]:
-        """Resolves when the attempt's verdict arrives; `forget` it in the end."""
-        future: asyncio.Future[SequenceVerified] = asyncio.get_running_loop().create_future()
-        self._waiting[attempt] = future
-        return future
-
-    def forget(self, attempt: str) -> None:
-        self._waiting.pop(attempt, None)
-
-    def arrived(self, fact: SequenceVerified) -> None:
-        future = self._waiting.get(fact.id())
-        if future is not None and not future.done():
-            future.set_result(fact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +103,9 @@ class Host:
         rules: Mapping[str, Rules] | None = None,
         journal: HostJournal | None = None,
         recovery: Recovery | None = None,
+        judges: Mapping[str, Judge] | None = None,
     ) -> None:
-        """`rules`: by pool."""
+        """`rules`: by pool; `judges`: by source."""
         self._ctx = ctx
         self._config = ctx.config.agent_loop
         self._name = name
@@ -132,6 +114,7 @@ class Host:
         self._rules = rules or {}
         self._journal = journal
         self._recovery = recovery
+        self._judges = judges or {}
         self._ending = Ending(ctx)
         self._verdicts = Verdicts()
         self._readiness = Readiness(engine, ctx.logger)
@@ -250,9 +233,11 @@ class Host:
         if found is None:
             return Failed(lost)
         source = self._ctx.config.source(fact.source)
-        exported = await asyncio.to_thread(export, found.tree, source.behaviour.exclude)
-        verdict = await self._verdict(opened, found)
-        result = judge_recovered(verdict, found, source.behaviour, source.effects)
+        rules = self._judges.get(fact.source, NO_RULES)
+        exported = await asyncio.to_thread(export, found.tree, source.behaviour.exclude, rules)
+        stopped = any(flags & rules.stops for flags in found.tree.flags.values())
+        verdict = await self._verdict(opened, found, stopped)
+        result = judge_recovered(verdict, found, source.behaviour, source.effects, stopped=stopped)
         failure = result.failure
         if failure is None:
             failure = await self._ending.finish(
@@ -285,13 +270,14 @@ class Host:
         async with self._collecting:
             return await asyncio.to_thread(self._recovery.dead, fact.host)
 
-    async def _verdict(self, opened: Event, found: Recovered) -> SequenceVerified | None:
+    async def _verdict(self, opened: Event, found: Recovered, stopped: bool) -> SequenceVerified | None:
         """The attempt's verdict, once it is there: its host may have died while the agent's work was verified. An agent
-        that was still at work will miss an answer, so its verdict is not waited for."""
+        that was still at work will miss an answer, so its verdict is not waited for, unless a rule had `stopped` it."""
         fact = opened.fact
         assert isinstance(fact, SequenceOpened)
         last = await self._ctx.log.last(SequenceVerified.type, fact.host, fact.id())
-        if last is None and found.whole and found.finish not in (None, "tool_calls"):
+        ended = stopped or found.finish not in (None, "tool_calls")
+        if last is None and found.whole and ended:
             with contextlib.suppress(TimeoutError):
                 # A harness host took it: its budget ends within one from now at the latest, wherever it waited before.
                 async with asyncio.timeout(min(self._left(opened), fact.budget_s + GRACE_S)):
@@ -329,6 +315,8 @@ class Host:
                 owed=owed,
                 malformed=malformed,
                 refused=session.refused,
+                stopped=bool(session.stopped),
+                broken=session.broken,
                 effects=self._ctx.config.source(fact.source).effects,
             )
             # Closed, so that nothing is added to it on the loop meanwhile.
@@ -350,7 +338,9 @@ class Host:
             name = attempt_id(fact.sequence, number)
             rules = self._rules.get(fact.pool, Rules())
             deadline = time.monotonic() + self._config.queue_s + budget_s
-            session = self._capture.open(name, behaviour, rules, deadline=deadline, journal=self._journal)
+            session = self._capture.open(
+                name, behaviour, rules, deadline, self._journal, self._judges.get(fact.source, NO_RULES)
+            )
             # Before it is published: a quick verdict may come before the broker's acknowledgement.
             verdict = self._verdicts.expect(name)
             stopped = False

@@ -32,14 +32,19 @@ def judge(
     owed: bool,
     malformed: bool,
     refused: str = "",
+    stopped: bool = False,
+    broken: str = "",
     effects: Mapping[str, Effect] = _NO_EFFECTS,
 ) -> Result:
     """The result of an attempt from the harness's verdict and what its session saw. Pure.
 
     `turns`: recorded turns; `owed`: whether the engine owed the agent an answer; `malformed`: whether the last turn
     held a tool call that did not parse; `refused`: the code of the limit for which the session refused its newest request,
-    by which the end of a program that does not tell it gets its name; `effects`: the source's.
+    by which the end of a program that does not tell it gets its name; `stopped`: whether a rule has ended the rollout;
+    `broken`: why a rule could not judge it; `effects`: the source's.
     """
+    if broken:
+        return Result(Failure(kind="infra", reason="rule_failed", detail=broken[:2000]))
     if verdict is None:
         return Result(
             Failure(kind="infra", reason="harness_timeout", detail="no verdict within the trial's budget")
@@ -71,7 +76,10 @@ def judge(
             )
         )
     ended = verdict.termination
-    if ended in _OWN_EXITS and refused in REFUSALS:
+    if stopped and (ended not in ENDINGS or ENDINGS[ended].kind == "model"):
+        # Whatever the agent made of it: the policy was not asked again.
+        ended = "early_stop"
+    elif ended in _OWN_EXITS and refused in REFUSALS:
         ended = REFUSALS[refused]
     elif ended == "completed" and malformed:
         ended = "malformed"
@@ -86,6 +94,8 @@ def judge_recovered(
     found: Recovered,
     behaviour: Behaviour,
     effects: Mapping[str, Effect] = _NO_EFFECTS,
+    *,
+    stopped: bool = False,
 ) -> Result:
     """The result of an attempt whose host died, from what its journal holds.
 
@@ -95,7 +105,10 @@ def judge_recovered(
     if verdict is None:
         detail = f"its host died before the agent had ended, after {found.turns} turns"
         return Result(Failure(kind="infra", reason="host_lost", detail=detail))
-    result = judge(verdict, turns=found.turns, owed=False, malformed=found.malformed > 0, effects=effects)
+    malformed = found.malformed > 0
+    result = judge(
+        verdict, turns=found.turns, owed=False, malformed=malformed, stopped=stopped, effects=effects
+    )
     if result.failure is not None:
         return result
     if not found.whole:
@@ -106,6 +119,8 @@ def judge_recovered(
         "malformed": found.finish in ("stop", "stop_sequence"),
         "max_turns": found.turns >= behaviour.max_turns,
         "overlong": found.finish == "length",
+        # It missed a refusal, no more.
+        "early_stop": stopped,
     }
     if not fits.get(result.termination, False):
         detail = (

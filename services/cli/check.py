@@ -25,16 +25,20 @@ from pydantic import BaseModel, ValidationError
 from pipeline.capture.rules import LABELS, UnknownRules, load_rules
 from pipeline.config import ConfigError, Override, load, place
 from pipeline.engines.policies import BESIDE_WEIGHTS, PolicyMissing, policy_dir
+from pipeline.graders import base as graders
 from pipeline.harnesses import base as harnesses
 from pipeline.harnesses.endings import refused_effects
 from pipeline.harnesses.environments import base as environments
 from pipeline.log.connection import BrokerUnavailable, check_address
 from pipeline.store import ObjectStore, StoreError
-from schemas.config import Engine, Environment, Pool, RunConfig
+from schemas.config import Engine, Environment, Grader, Pool, RunConfig
 from schemas.config import Store as StoreConfig
+from services.cli.check_hooks import check_hooks
+from services.cli.check_penalties import check_penalties
 from services.cli.embedded import BadInput, host_and_port
 from services.cli.plugins import Asked, refused
 from services.cli.policy import check_policy
+from services.cli.teachers import check_tiny, check_token_file
 
 Place = tuple[int | str, ...]
 _PACKAGES = {"chat": "openai", "tool": "openai", "shell": "openai", "arithmetic": "reasoning_gym"}
@@ -81,6 +85,14 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
         )
     asked += _renderer(engine)
     need(("engine", "policy"), check_policy, config.engine.policy, Path(config.directory))
+    for i, teacher in enumerate(config.teachers):
+        at, key = ("teachers", i), f"teachers[{i}]"
+        need((*at, "url"), check_engine_url, teacher.url, f"{key}.url")
+        for j, url in enumerate(teacher.replicas):
+            need((*at, "replicas", j), check_engine_url, url, f"{key}.replicas[{j}]")
+        need((*at, "token_file"), check_token_file, teacher)
+        if teacher.kind == "tiny":
+            need((*at, "policy"), check_tiny, teacher, engine, Path(config.directory))
     need(("store", "url"), _check_store, config.store)
     if config.trainer.rendezvous:
         need(("trainer", "rendezvous"), host_and_port, config.trainer.rendezvous, "trainer.rendezvous")
@@ -129,15 +141,15 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
                     f"no rules label a request {unknown[0]!r}; labels: {', '.join(LABELS)}",
                 )
             )
-        if ":" in source.grader.kind:
-            asked.append((("sources", i, "grader", "kind"), Asked("grader", source.grader.kind)))
-        elif source.grader.kind != "none":
-            found.append(
-                (
-                    ("sources", i, "grader", "kind"),
-                    f"grader {source.grader.kind!r} is neither none nor module:function",
-                )
-            )
+        judge = ("sources", i, "grader", "kind")
+        if source.grader.kind in (graders.NONE, *graders.BUILT_IN):
+            need(judge, _check_grader, source.grader)
+        else:
+            asked.append((judge, Asked("grader", source.grader.kind, source.grader.options)))
+    told = check_hooks(config)
+    found, asked, fit = found + told.found, asked + told.asked, fit + told.fit
+    wrong_penalties, asked_rules = check_penalties(config)
+    found, asked = found + wrong_penalties, asked + asked_rules
     # An interpreter that does not start is told once.
     broken = {config.pools[int(at[1])].python for at, _ in found if (at[0], at[-1]) == ("pools", "python")}
     found += _refused([(path, what) for path, what in asked if what.python not in broken])
@@ -227,6 +239,15 @@ def _check_environment(environment: Environment) -> None:
     _check_package(f"environment.kind {kind!r}", _PACKAGES.get(kind))
     options = importlib.import_module(environments.BUILT_IN[kind].partition(":")[0]).Options
     _check_options(f"environment.kind {kind!r}", options, environment.options)
+
+
+def _check_grader(grader: Grader) -> None:
+    try:
+        graders.make(grader.kind, grader.options)
+    except ValidationError as error:
+        raise BadInput(refused(f"grader {grader.kind!r}", error)) from error
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 def _check_package(what: str, package: str | None) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 from pipeline.log import Log
 from pipeline.log.tasks import end_tasks
 from schemas.envelope import Event
-from schemas.facts import ALL, FACTS, RunStopped
+from schemas.facts import ALL, FACTS, BatchYielded, Fact, RunStopped, SampleGraded, SampleShaped
 from schemas.names import checked_name
 from services.cli.embedded import BadInput
 from services.cli.reach import find_run, open_log
 
 _TAIL = 10
 _QUIET_S = 5.0
+_QUIET = ("revision", "by", "attempts", "seconds", "cost")
+"""Values that a line leaves out where they are what they are by default."""
 _IDS = ("source", "sample", "sequence", "run")
 
 
@@ -156,10 +158,7 @@ def as_line(event: Event, run: str) -> str:
 def line(event: Event) -> str:
     """Sequence number, time, type, scope, id, and the body's plain values, of a failure too, floats to six significant digits: JSON, so that
     no control character gets out."""
-    body: dict[str, Any] = event.fact.model_dump(mode="json")
-    # Why an attempt or a sequence failed is what people look for.
-    if failure := body.get("failure"):
-        body |= {"reason": failure["reason"], "detail": failure["detail"]}
+    body = _told(event.fact)
     values = [
         f"{k}={json.dumps(_short(v))}"
         for k, v in body.items()
@@ -169,6 +168,29 @@ def line(event: Event) -> str:
     return (
         f"{head}  {event.fact.type:<19} {event.fact.scope()} {event.fact.id()}  {' '.join(values)}".rstrip()
     )
+
+
+def _told(fact: Fact) -> dict[str, Any]:
+    """The body, with what people look for in its lists and objects as plain values."""
+    fields = type(fact).model_fields
+    body = {
+        k: v for k, v in fact.model_dump(mode="json").items() if k not in _QUIET or v != fields[k].default
+    }
+    if isinstance(failure := body.get("failure"), dict):
+        body |= {"reason": failure["reason"], "detail": failure["detail"]}
+    match fact:
+        case SampleGraded(quality=quality, hacks=hacks):
+            if quality:
+                body["quality"] = f"{min(quality):.3g}..{max(quality):.3g}"
+            if hacks:
+                body["hacks"] = sum(hacks)
+        case SampleShaped(sidecars=sidecars) if sidecars:
+            body["sidecars"] = sum(sidecar is not None for sidecar in sidecars)
+        case BatchYielded(factors=factors) if factors:
+            body |= factors.model_dump()
+        case _:
+            pass
+    return body
 
 
 def _short(value: Any) -> Any:

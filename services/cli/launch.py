@@ -23,21 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from nats.errors import Error as NatsError
 from rich.console import Console
 
 from pipeline.config import dumps
 from pipeline.log import Log
 from pipeline.log.tasks import end_tasks
-from pipeline.store import ObjectStore
 from schemas.config import Broker, Pool, RunConfig
 from schemas.facts import ALL, RunStarted
 from services.cli import disk, summary
-from services.cli.claim import claim, open_place
+from services.cli.begin import begin
+from services.cli.claim import open_place
 from services.cli.embedded import (
     LOOPBACK,
     DirectoryLock,
-    LaunchError,
     broker_member,
     check_address,
     free_port,
@@ -62,6 +60,7 @@ from services.cli.runs import (
     unit_arguments,
 )
 from services.cli.supervise import Member, Supervisor, Unit
+from services.cli.teachers import resolved
 from services.dashboard import View, fold
 
 INTERRUPTED = 130
@@ -80,6 +79,8 @@ class Options:
     plain: bool = False
     resume: bool = False
     """Only the run of exactly that name, and only when it is unfinished."""
+    groups_from: str = ""
+    """The run whose accepted groups that are in no batch it begins with; empty: none, or as it was begun."""
     ray: str = ""
     """Address of the Ray cluster that rollout hosts are actors of; empty: they are processes here."""
 
@@ -173,7 +174,7 @@ class _Launch:
         config = self._resolve(self.choice.run, broker)
         store = await open_place(config, self.choice.resumed)
         self.log = await Log.connect(broker, config.run, "launcher", _BROKER_S)
-        await self._begin(self.log, config, store)
+        await begin(self.log, config, store, self.choice.resumed, self.options.groups_from, self._say)
         self._start(config)
         await self._watch(self.log)
         return config
@@ -190,7 +191,10 @@ class _Launch:
         config = self.config
         policy = resolve_policy(config.engine.policy, self.directory)
         self.config = config.model_copy(
-            update={"engine": config.engine.model_copy(update={"policy": policy})}
+            update={
+                "engine": config.engine.model_copy(update={"policy": policy}),
+                "teachers": resolved(config.teachers, self.directory),
+            }
         )
         if config.trainer.rendezvous:
             check_address(config.trainer.rendezvous, "trainer.rendezvous")
@@ -255,22 +259,6 @@ class _Launch:
         (home / GIVEN).write_text(dumps(_anywhere(given, run, self.directory)))
         (home / RECORD).write_text(dumps(config))
         return config
-
-    async def _begin(self, log: Log, config: RunConfig, store: ObjectStore) -> None:
-        assert self.choice is not None
-        try:
-            await log.create()
-        except NatsError as error:
-            raise LaunchError(
-                f"broker {config.broker.url} cannot hold the stream of run {config.run} with replicas = "
-                f"{config.broker.replicas}: {error}; set broker.replicas, or take another name with --run"
-            ) from error
-        published = await log.publish(RunStarted(run=config.run, config=config.decisions()))
-        if not published.won and not self.choice.resumed:
-            raise LaunchError(
-                f"run {config.run} was started by another launcher just now; take another name with --run"
-            )
-        await claim(store, config, published.event.id, await log.head() > published.event.seq)
 
     def _start(self, config: RunConfig) -> None:
         home = self.directory / "runs" / config.run

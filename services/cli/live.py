@@ -41,6 +41,16 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
+def missed(source: SourceView) -> list[str]:
+    """Of one source what graders and teachers did not give, or not in time, where there is any."""
+    each = (
+        ("fallback", source.fallbacks),
+        ("late answer", source.late),
+        ("unscored sequence", source.unscored),
+    )
+    return [counted(count, what) for what, count in each if count]
+
+
 def reasons(rejected: Counter[str]) -> str:
     """`3: all_zero 2, stale 1`, or `0`."""
     detail = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
@@ -110,11 +120,16 @@ def event_line(view: View, event: Event) -> str | None:
         case RunStarted() as fact:
             return f"run {fact.run}: {counted(view.steps, 'step')}, sources {', '.join(view.sources)}"
         case BatchYielded() as fact:
+            weighed = (
+                f"; penalty factors alpha {fact.factors.alpha:.3f}, beta {fact.factors.beta:.3f}"
+                if fact.factors
+                else ""
+            )
             shares = ", ".join(
                 f"{name} {counted(share.groups, 'group')}, reward {share.mean_reward:.3f}"
                 for name, share in fact.sources.items()
             )
-            return f"step {fact.step}: batch yielded ({shares})"
+            return f"step {fact.step}: batch yielded ({shares}){weighed}"
         case StepTrained() as fact:
             return f"step {fact.step}: trained in {fact.seconds:.1f} s, loss {fact.loss:.4f}, kl {fact.kl:.4f}, {fact.loss_tokens} loss tokens"
         case PolicyPublished() as fact:
@@ -145,6 +160,7 @@ def _place(source: SourceView) -> str:
         *([f"{reasons(rejected)} rejected"] if rejected else []),
         *([counted(source.infra_failures, "failed attempt")] if source.infra_failures else []),
         *([f"{counted(source.failed, 'sequence')} failed"] if source.failed else []),
+        *missed(source),
     ]
     told = f" ({'; '.join(wrong)})" if wrong else ""
     return f"{source.name}{ready} {len(source.in_flight)} in flight{told}"
@@ -172,6 +188,8 @@ def render(view: View, restarts: Counter[str], now: datetime) -> RenderableType:
     )  # fmt: skip
     restarted = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()) if count) or "none"
     parts = [head, sources_table(view), steps_table(view), Text(f"restarts: {restarted}", style="dim")]
+    if wanting := [f"{s.name} {', '.join(missed(s))}" for s in view.sources.values() if missed(s)]:
+        parts.append(Text(f"graders and teachers: {'; '.join(wanting)}", style="dim"))
     if view.limits:
         limits = ", ".join(
             f"{of} {name} {told(fact.concurrency)}" for (of, name), fact in view.limits.items()

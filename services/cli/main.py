@@ -108,6 +108,13 @@ def run(
             help="A running Ray cluster: auto, host:port or ray://host:port. Rollout hosts are its actors."
         ),
     ] = "",
+    groups_from: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Begin with the groups that this run, of the same broker and store, had accepted and put into no batch.",
+        ),
+    ] = "",
     steps: Steps = None,
     policy: Policy = None,
     run_name: RunName = None,
@@ -132,7 +139,7 @@ def run(
         store_endpoint,
         store_credentials,
     )
-    _launch(file, given, fresh, plain, ray)
+    _launch(file, given, fresh, plain, ray, groups_from)
 
 
 _OPTIONS = (
@@ -159,13 +166,16 @@ def overrides(values: tuple[Any, ...]) -> list[Override]:
     ]
 
 
-def _launch(file: Path, given: tuple[Any, ...], fresh: bool, plain: bool, ray: str = "") -> None:
+def _launch(
+    file: Path, given: tuple[Any, ...], fresh: bool, plain: bool, ray: str = "", groups_from: str = ""
+) -> None:
     with one_line():
         from services.cli import launch
         from services.cli.check import load_checked
 
         config = load_checked(file, overrides(given))
-        status = launch.run(config, launch.Options(fresh=fresh, plain=plain, ray=ray), console())
+        options = launch.Options(fresh=fresh, plain=plain, ray=ray, groups_from=groups_from)
+        status = launch.run(config, options, console())
     raise typer.Exit(status)
 
 

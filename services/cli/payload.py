@@ -1,4 +1,5 @@
-"""`packtrain payload show`: the columns of a sequence's payload, and its text with the trained tokens highlighted."""
+"""`packtrain payload show`: the columns of a sequence's payload, and its text with the trained tokens highlighted; of a
+sidecar its columns and what they come to, segment by segment; of any other object of a run what it is."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ from pipeline.store.keys import checked_key
 from pipeline.store.payload import read_columns, read_header
 from schemas.config import RunConfig
 from schemas.facts import SequenceFinished
+from schemas.keys import sidecar_key
 from schemas.names import sample_index, sequence_id
 from schemas.payload import ROLES, PayloadHeader
 from services.cli.embedded import BadInput, LaunchError
 from services.cli.policy import policy_directory
 from services.cli.reach import find_run, open_log
+from services.cli.stored import kind, read_text, sidecar
 
 Columns = dict[str, NDArray[Any]]
 LOSS_STYLE = "bold green"
+_SHAPED = ("advantages.0", "advantages.1")
 _SHOWN = ("tokens", "loss_mask", "logprobs", "policy_version", "segments")
 
 
@@ -37,20 +41,49 @@ def show(what: str, config: Path | None, directory: Path, run: str | None, conso
     """
     sequence = _sequence(what)
     found = find_run(config, directory, run)
+    store = ObjectStore.open(found.store)
+    key = what if sequence is None else asyncio.run(_payload_key(found, *sequence))
+    if (other := kind(key)) is not None:
+        size, shown = asyncio.run(read_text(store, key, other))
+        _tell(console, f"{key}, {size} bytes: {other.told}; no payload")
+        if shown:
+            _tell(console, printable(shown))
+    elif (beside := sidecar(key)) is not None:
+        _show_sidecar(store, key, *beside, console)
+    else:
+        header, columns, sidecars = asyncio.run(_fetch(store, key, found))
+        tokenizer = PolicyTokenizer.load(policy_directory(found.engine.policy))
+        _show_payload(header, columns, tokenizer, console)
+        for each in sidecars:
+            _tell(console, f"beside it: {each}")
 
-    async def fetch() -> tuple[PayloadHeader, Columns]:
-        store = ObjectStore.open(found.store)
-        key = what if sequence is None else await _payload_key(found, *sequence)
-        header = await read_header(store, key)
-        return header, await read_columns(store, header, _SHOWN)
 
+async def _read(store: ObjectStore, key: str) -> tuple[PayloadHeader, Columns]:
+    header = await read_header(store, key)
     try:
-        header, columns = asyncio.run(fetch())
+        return header, await read_columns(store, header, _SHOWN)
     except KeyError as error:
         raise LaunchError(str(error.args[0])) from error
-    tokenizer = PolicyTokenizer.load(policy_directory(found.engine.policy))
+
+
+async def _fetch(store: ObjectStore, key: str, config: RunConfig) -> tuple[PayloadHeader, Columns, list[str]]:
+    """A payload's header, its columns, and the keys of its sidecars."""
+    header, columns = await _read(store, key)
+    teachers = [
+        f"teacher.{t}"
+        for source in config.sources
+        if f"/payloads/{source.name}/" in key
+        for t in source.teachers
+    ]
+    beside = [sidecar_key(key, name) for name in (*teachers, *_SHAPED)]
+    return header, columns, [each for each in beside if await store.size(each) is not None]
+
+
+def _show_payload(
+    header: PayloadHeader, columns: Columns, tokenizer: PolicyTokenizer, console: Console
+) -> None:
     marks = not console.is_terminal
-    console.print(f"{header.key}, {header.bytes} bytes", markup=False, highlight=False, soft_wrap=True)
+    _tell(console, f"{header.key}, {header.bytes} bytes")
     console.print(columns_table(header))
     console.print(segments_table(columns))
     legend = (
@@ -58,8 +91,28 @@ def show(what: str, config: Path | None, directory: Path, run: str | None, conso
         if marks
         else Text("tokens that carry loss look like this", LOSS_STYLE)
     )
-    console.print(legend, markup=False, highlight=False)
-    console.print(text(columns, tokenizer, marks), markup=False, highlight=False, soft_wrap=True)
+    _tell(console, legend)
+    _tell(console, text(columns, tokenizer, marks))
+
+
+def _tell(console: Console, line: str | Text) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_sidecar(store: ObjectStore, key: str, payload: str, name: str, console: Console) -> None:
+    async def fetch() -> tuple[PayloadHeader, Columns, Columns]:
+        header = await read_header(store, key)
+        own = await read_columns(store, header, [column.name for column in header.columns])
+        return header, own, (await _read(store, payload))[1]
+
+    header, own, columns = asyncio.run(fetch())
+    tokens = int(columns["loss_mask"].sum())
+    if rows := [f"{column.name} {column.shape[0]}" for column in header.columns if column.shape[0] != tokens]:
+        raise LaunchError(f"{key} has rows {', '.join(rows)}; its payload {payload} has {tokens} loss tokens")
+    told = f"{name} of {payload}, a row for each of its {tokens} loss tokens"
+    _tell(console, f"{key}, {header.bytes} bytes: {told}")
+    console.print(columns_table(header))
+    console.print(sidecar_table(own, columns))
 
 
 def _sequence(what: str) -> tuple[str, str] | None:
@@ -109,9 +162,35 @@ def segments_table(columns: Columns) -> Table:
         sampled = (
             (f"{versions.min()}..{versions.max()}", f"{logprobs.mean():.3f}") if loss.any() else ("", "")
         )
-        name = ROLES[role] if 0 <= role < len(ROLES) else str(role)
-        table.add_row(str(i), f"{start}..{end}", name, str(context), str(int(loss.sum())), *sampled)
+        table.add_row(str(i), f"{start}..{end}", _role(role), str(context), str(int(loss.sum())), *sampled)
     return table
+
+
+def sidecar_table(own: Columns, columns: Columns) -> Table:
+    """The turns with loss: of each float column of the sidecar, [loss tokens], its mean and range there; and the mean of the
+    rollout's log-probabilities beside a teacher's."""
+    values = {name: column for name, column in own.items() if column.ndim == 1 and column.dtype.kind == "f"}
+    loss = columns["loss_mask"].astype(bool)
+    if "logprobs" in values:
+        values |= {"rollout logprobs": columns["logprobs"][loss]}
+    heads = [head for name in values for head in (f"mean {name}", "range")]
+    table = Table("segment", "rows", "role", "context", "loss tokens", *heads)
+    before = np.concatenate([[0], np.cumsum(loss)])
+    for i, (start, end, role, _flags, context) in enumerate(columns["segments"].tolist()):
+        first, last = int(before[start]), int(before[end])
+        if first == last:
+            continue
+        cells = [
+            cell
+            for each in (column[first:last] for column in values.values())
+            for cell in (f"{each.mean():.3f}", f"{each.min():.3f}..{each.max():.3f}")
+        ]
+        table.add_row(str(i), f"{start}..{end}", _role(role), str(context), str(last - first), *cells)
+    return table
+
+
+def _role(role: int) -> str:
+    return ROLES[role] if 0 <= role < len(ROLES) else str(role)
 
 
 def text(columns: Columns, tokenizer: PolicyTokenizer, marks: bool) -> Text:

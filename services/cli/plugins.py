@@ -6,7 +6,6 @@ process. It reads a JSON list of `Asked` from stdin and writes one answer each: 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -19,16 +18,21 @@ from pydantic import ValidationError
 from pipeline.capture.renderers.base import TemplateError
 from pipeline.capture.renderers.choose import load_renderer
 from pipeline.capture.rules import UnknownRules, load_rules
+from pipeline.graders.base import UnknownGrader
+from pipeline.graders.base import make as make_grader
 from pipeline.harnesses.base import UnknownHarness, resolve
 from pipeline.harnesses.environments.base import UnknownEnvironment, make_environment
-from schemas.config import Behaviour, Environment
+from pipeline.signal import hooks
+from pipeline.signal import rules as penalty_rules
+from pipeline.signal.chain_faults import chain_faults
+from schemas.config import Behaviour, Environment, RunConfig
 
 
 @dataclass(frozen=True)
 class Asked:
-    """`kind` is harness, rules, environment, grader, source, whose name is its harness, or renderer, whose name is a policy's
-    directory; `settings` is an environment's section, a harness's options, both and a behaviour for a source, or what
-    `load_renderer` takes beside the directory."""
+    """`kind` is harness, rules, environment, grader, source, whose name is its harness, renderer, whose name is a policy's
+    directory, hook, rule (of a penalty), or chain, whose name is a source; `settings` is an environment's section, a harness's,
+    hook's or rule's options, both and a behaviour for a source, what `load_renderer` takes beside the directory, or the configuration of a chain."""
 
     kind: str
     name: str
@@ -49,13 +53,28 @@ def problem(asked: Asked) -> str | None:
                 load_rules(asked.name)
             case "renderer":
                 load_renderer(asked.name, **asked.settings)
+            case "hook":
+                hooks.resolve(asked.name, asked.settings)
+            case "chain":
+                config = RunConfig.model_validate(asked.settings["config"])
+                return _line("; ".join(chain_faults(config, config.source(asked.name)))) or None
+            case "rule":
+                penalty_rules.resolve(asked.name, asked.settings)
             case "environment":
                 make_environment(Environment.model_validate(asked.settings))
+            case "grader":
+                make_grader(asked.name, asked.settings)
             case _:
-                module, _, function = asked.name.partition(":")
-                if not callable(getattr(importlib.import_module(module), function)):
-                    return f"grader {asked.name!r} is not callable; give none, or module:function"
-    except (UnknownHarness, UnknownRules, UnknownEnvironment, TemplateError) as error:
+                raise ValueError(f"nothing is of kind {asked.kind!r}")
+    except (
+        UnknownGrader,
+        UnknownHarness,
+        UnknownRules,
+        UnknownEnvironment,
+        TemplateError,
+        hooks.BadHook,
+        penalty_rules.BadRule,
+    ) as error:
         return _line(str(error))
     except ValidationError as error:
         return refused(f"{asked.kind} {asked.name!r}", error)

@@ -97,6 +97,8 @@ def difference_lines(differences: Sequence[Difference], changes: Sequence[str]) 
             yield f"{found.service}: the core fails with the change, and the figures end there: {_value(found.failed)}"
         if found.left_out:
             yield f"{found.service}: {_counted(found.left_out, 'event')} of sources that the change removes are left out"
+        for line in found.unmade:
+            yield f"{found.service}: {line}"
         if found.none:
             yield f"{found.service}: no difference: every decision is as recorded"
             continue

@@ -23,6 +23,7 @@ from schemas.config import RunConfig
 from services.cli.embedded import LaunchError, is_embedded
 from services.cli.reach import read_record
 from services.cli.service import label
+from services.cli.teachers import scoring
 
 _MOST = 10_000
 
@@ -111,8 +112,8 @@ def differences(
 ) -> list[str]:
     """What an unfinished run was started with and this configuration has otherwise: keys, in order.
 
-    Beside the decisions in the log these are the policy and the store, from the run's own record: other weights or
-    other objects would make two runs of one; and the pools' shares of a host budget.
+    Beside the decisions in the log these are the policy, what teachers score with, and the store, from the run's own
+    record: other weights or other objects would make two runs of one; and the pools' shares of a host budget.
     """
     mine = _plain(config.decisions())
     theirs = _plain(dict(decisions)) if decisions is not None else mine
@@ -120,6 +121,8 @@ def differences(
     recorded = read_record(record)
     if recorded.engine.policy != config.engine.policy:
         out.append("engine.policy")
+    if scoring(recorded) != scoring(config):
+        out.append("teachers")
     if recorded.store.url != store_url(config, directory):
         out.append("store.url")
     shared = recorded.host_budget or config.host_budget

@@ -11,7 +11,7 @@ from rich.table import Table
 from schemas.config import RunConfig
 from schemas.names import stream_name
 from services.cli.embedded import is_embedded
-from services.cli.live import counted, number, reasons
+from services.cli.live import counted, missed, number, reasons
 from services.dashboard import View
 
 
@@ -107,6 +107,8 @@ def totals(view: View, broker: tuple[int, int], restarts: Counter[str], resumed:
         f"through the broker: {messages:,} events, {size(through)}",
         f"through the store: {size(sum(view.written.values()))} written ({written}), {size(view.fetched)} fetched by packers",
     ]
+    if wanting := [f"{s.name} {', '.join(missed(s))}" for s in view.sources.values() if missed(s)]:
+        lines.append(f"graders and teachers: {'; '.join(wanting)}")
     if restarted:
         lines.append(f"restarted: {restarted}")
     return lines

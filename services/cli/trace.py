@@ -55,7 +55,8 @@ async def show(
 
 
 def lines(trace: Trace) -> Iterator[str]:
-    """One line an event: message, time, seconds since its cause, type, id, who; indented under its cause."""
+    """One line an event: message, time, seconds since its cause, type, id, what is to be said of it, who; indented under its
+    cause."""
     batch = f", batch {trace.batch:06d}" if trace.batch is not None and trace.kind != "batch" else ""
     counted = f"{len(trace.nodes)} event{'' if len(trace.nodes) == 1 else 's'}"
     yield f"{trace.kind} {trace.id}{batch}: {counted} in {trace.total_s:.3f} s"
@@ -75,7 +76,8 @@ def _member(member: Member) -> str:
 def _node(node: Node) -> str:
     after = f"+{node.after_s:.3f} s" if node.after_s is not None else ""
     cause = f"  (decided on {node.outside})" if node.outside else ""
-    what = f"{'  ' * node.depth}{node.type} {node.id}"
+    note = f" ({node.note})" if node.note else ""
+    what = f"{'  ' * node.depth}{node.type} {node.id}{json.dumps(note)[1:-1]}"
     # Who and which cause are headers, which anybody could have written: no control character gets out.
     who = json.dumps(node.producer)[1:-1]
     return (

@@ -49,6 +49,19 @@ async def test_of_many_writers_one_wins(any_store: ObjectStore) -> None:
     assert await any_store.get(winners[0]) in bodies
 
 
+async def test_an_object_is_copied_in_the_store_and_outlives_the_first(any_store: ObjectStore) -> None:
+    ref = await any_store.create("runs/r/a.bin", b"first")
+    before = any_store.counters.bytes_read, any_store.counters.bytes_written
+    for _ in range(2):
+        await any_store.copy("runs/r/a.bin", "runs/other/b.bin")
+    assert (any_store.counters.bytes_read, any_store.counters.bytes_written) == before
+    await any_store.remove(["runs/r/a.bin"])
+    assert await any_store.get(ref.model_copy(update={"key": "runs/other/b.bin"})) == b"first"
+    with pytest.raises(ObjectMissing, match=r"runs/r/a\.bin"):
+        await any_store.copy("runs/r/a.bin", "runs/other/c.bin")
+    assert await any_store.size("runs/other/c.bin") is None
+
+
 async def test_an_empty_object(any_store: ObjectStore) -> None:
     ref = await any_store.create("empty", b"")
     assert await any_store.get(ref) == b""

@@ -1,4 +1,5 @@
-"""A work consumer killed at its worst moments: one result stands, and what kills its readers becomes a dead letter."""
+"""A work consumer killed at its worst moments: one result stands, and what kills its readers becomes a dead letter; and the grader
+service itself, killed while its judge thinks."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ import pytest
 
 from pipeline.config import dumps, load
 from pipeline.log import Log
+from pipeline.store import ObjectStore
 from schemas.config import Broker
 from schemas.facts import SampleGraded
-from tests.log_parts import completed
+from tests import grader_parts
+from tests.judge_double import held, judge
+from tests.log_parts import completed, until
 from tests.log_worker import MAX_DELIVER
 
 pytestmark = pytest.mark.timeout(90)
@@ -120,3 +124,46 @@ async def test_killed_by_its_fact_until_the_fact_is_a_dead_letter_that_a_person_
     assert (await result(log)).grader == "good"
     await settled(log)
     assert (await log.letters.find("grader", 1)).state == "retried"
+
+
+class GraderProcess:
+    """The service, with groups that come back soon."""
+
+    def __init__(self, config: Path) -> None:
+        self._config = config
+
+    async def __aenter__(self) -> GraderProcess:
+        command = [sys.executable, "-m", "tests.grader_process", str(self._config)]
+        self.process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+async def test_a_grader_killed_while_its_judge_thinks(
+    log: Log, broker: Broker, store: ObjectStore, tmp_path: Path
+) -> None:
+    async with judge() as double:
+        options = {"url": double.url, "model": "j", "rubric": "Judge."}
+        given = grader_parts.config(
+            log.run, broker, str(tmp_path), kind="rubric", options=options, deadline_s=600
+        )
+        config = tmp_path / "run.toml"
+        config.write_text(dumps(given))
+        double.steps = [held]
+        await grader_parts.completed(log, store)
+        async with GraderProcess(config) as first:
+            await until(lambda: len(double.bodies) == 1)
+            first.process.kill()
+            await first.process.wait()
+        assert await grader_parts.facts(log) == 0
+        async with GraderProcess(config):
+            found = await grader_parts.graded(log)
+            await grader_parts.settled(log)
+        # Its judge is asked again, by nobody but the second grader.
+        assert len(double.bodies) == 2
+    assert (found.quality, found.fallback, found.attempts) == ((0.5, 0.5), None, 1)
+    assert await grader_parts.facts(log) == 1

@@ -7,8 +7,6 @@ import base64
 import gzip
 import hashlib
 import json
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from schemas.config import Broker
 from schemas.config import Store as StoreConfig
 from schemas.envelope import Event, decode
 from services.cli import archive
+from tests import commands
 from tests.natsserver import NatsServer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -262,10 +261,9 @@ def test_the_canonical_form_is_what_it_says() -> None:
 # The commands
 
 
-def packtrain(*arguments: str | Path, status: int = 0) -> str:
+def packtrain(*arguments: str | Path, status: int = 0, fresh: bool = False) -> str:
     """What the command printed; stderr when it has to fail."""
-    argv = [sys.executable, "-P", "-m", "services.cli.main", *map(str, arguments)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd="/")
+    done = commands.packtrain(*arguments, fresh=fresh)
     assert done.returncode == status, done.stderr + done.stdout
     return done.stderr if status else done.stdout
 
@@ -313,8 +311,8 @@ async def test_the_commands_take_a_whole_run_to_another_directory_and_back(
     assert elsewhere.token.encode() not in content
     assert elsewhere.broker.url.encode() not in content
     there = ("--directory", tmp_path / "there")
-    packtrain("import", exported, *there)
-    packtrain("export", tmp_path / "again.tar", "--payloads", *there)
+    packtrain("import", exported, *there, fresh=True)
+    packtrain("export", tmp_path / "again.tar", "--payloads", *there, fresh=True)
     assert sha256(tmp_path / "again.tar") == sha256(exported)
     assert "1,651 of the messages were there already" in packtrain("import", exported, *there)
     listed = packtrain("events", "list", *there).splitlines()

@@ -31,14 +31,15 @@ from schemas.payload import PayloadHeader
 from services.cli.embedded import broker_member, free_port
 from services.cli.policy import policy_directory
 from services.cli.supervise import Supervisor, Unit
+from tests import commands
+from tests.commands import PACKTRAIN
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
-PACKTRAIN = (sys.executable, "-P", "-m", "services.cli.main")
 
 
-def packtrain(*arguments: str, status: int = 0) -> str:
+def packtrain(*arguments: str, status: int = 0, fresh: bool = False) -> str:
     """What the command printed; stderr when it has to fail."""
-    done = subprocess.run([*PACKTRAIN, *arguments], capture_output=True, text=True, timeout=60, cwd="/")
+    done = commands.packtrain(*arguments, fresh=fresh)
     assert done.returncode == status, done.stderr
     return done.stderr if status else done.stdout
 
@@ -89,7 +90,7 @@ async def test_list_shows_the_log_in_order_and_filters_by_type_source_and_id(
     recorded(tmp_path, log.run, broker)
     await fill(log)
     place = ("--directory", str(tmp_path))
-    everything = packtrain("events", "list", *place).splitlines()
+    everything = packtrain("events", "list", *place, fresh=True).splitlines()
     assert [int(line.split()[0]) for line in everything] == [1, 2, 3, 4, 5, 6]
     assert len(packtrain("events", "list", *place, "--type", "sequence.dispatched").splitlines()) == 4
     assert len(packtrain("events", "list", *place, "--source", "calculator").splitlines()) == 2
@@ -109,8 +110,8 @@ async def test_list_ends_though_the_newest_message_is_no_event_to_this_version(
     await fill(log)
     headers = {"ce-specversion": "1.0", "ce-type": "sample.invented", "ce-typeversion": "1", "ce-id": "x"}
     await log._js.publish(f"rl.{log.run}.sample.invented.arithmetic.x", b"{}", headers=headers)
-    command = [*PACKTRAIN, "events", "list", "--json", "--directory", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=True)
+    done = commands.packtrain("events", "list", "--json", "--directory", tmp_path)
+    assert done.returncode == 0
     assert [json.loads(line)["seq"] for line in done.stdout.splitlines()] == [1, 2, 3, 4, 5, 6]
     assert done.stderr.splitlines() == [
         "packtrain: nothing came after message 6 for 5 s; the newest is 7",
@@ -169,9 +170,8 @@ async def test_a_source_that_matches_nothing_is_told_with_what_there_is(
 ) -> None:
     recorded(tmp_path, log.run, broker)
     await fill(log)
-    command = [*PACKTRAIN, "events", "list", "--directory", str(tmp_path), "--source", "harness-chat-0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=True)
-    assert done.stdout == ""
+    done = commands.packtrain("events", "list", "--directory", tmp_path, "--source", "harness-chat-0")
+    assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.splitlines() == [
         "packtrain: no event of --source harness-chat-0; seen: arithmetic, calculator"
     ]
@@ -227,7 +227,7 @@ async def test_payload_show_marks_exactly_the_tokens_with_loss(
             termination="completed", turns=1, contexts=(), payload=header,
         )
     )  # fmt: skip
-    shown = packtrain("payload", "show", key, "--directory", str(tmp_path))
+    shown = packtrain("payload", "show", key, "--directory", str(tmp_path), fresh=True)
     assert shown.splitlines()[0] == f"{key}, {header.bytes} bytes"
     assert packtrain("payload", "show", "arithmetic-000000-0", "--directory", str(tmp_path)) == shown
     assert "reward=0.333333 " in packtrain("events", "list", "--directory", str(tmp_path))
@@ -279,21 +279,22 @@ async def test_a_damaged_payload_is_told_not_shown(tmp_path: Path, broker: Broke
 
 def test_config_show_is_complete_and_check_tells_every_fault(tmp_path: Path) -> None:
     again = tmp_path / "again.toml"
-    again.write_text(packtrain("config", "show", str(DEMO)))
+    again.write_text(packtrain("config", "show", str(DEMO), fresh=True))
     assert load(again) == load(DEMO)
-    assert "run demo, 5 steps, sources arithmetic, calculator" in packtrain("config", "check", str(again))
+    said = packtrain("config", "check", str(again), fresh=True)
+    assert "run demo, 5 steps, sources arithmetic, calculator" in said
     again.write_text(again.read_text().replace("steps = 5", "steps = 1"))
     assert "run demo, 1 step, sources" in packtrain("config", "check", str(again))
     again.write_text(again.read_text().replace("steps = 1\n", "steps = 0\nwrong = 1\n"))
     assert len(packtrain("config", "check", str(again), status=2).splitlines()) == 2
-    assert json.loads(packtrain("config", "schema"))["title"] == "RunConfig"
+    assert json.loads(packtrain("config", "schema", fresh=True))["title"] == "RunConfig"
 
 
 @pytest.mark.parametrize("module", ["cli.main", "dispatcher", "sampler", "grader", "packer", "process"])
 def test_the_command_line_and_control_services_start_in_under_a_second_without_torch(module: str) -> None:
     code = f"import sys, services.{module}; print([m for m in ('torch', 'ray', 'openai', 'reasoning_gym') if m in sys.modules])"
     costs: list[float] = []
-    for _ in range(3):
+    while len(costs) < 3 and min(costs, default=1.0) >= 1.0:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

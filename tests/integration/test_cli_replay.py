@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from pipeline.log import Log
 from pipeline.log.archive_format import Manifest
 from pipeline.log.archive_writer import ArchiveWriter
 from pipeline.log.fold import Found
-from tests.integration.test_cli_read import PACKTRAIN, recorded
+from tests import commands
+from tests.integration.test_cli_read import recorded
 from tests.natsserver import NatsServer
 from tests.recorded import Recorded, demo_events, demo_messages
 
@@ -73,9 +73,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     server.stop()
 
 
-def packtrain(*arguments: str, status: int = 0) -> tuple[str, str]:
+def packtrain(*arguments: str, status: int = 0, fresh: bool = False) -> tuple[str, str]:
     """(stdout, stderr) of the command, which has to end with `status`."""
-    done = subprocess.run([*PACKTRAIN, *arguments], capture_output=True, text=True, timeout=60, cwd="/")
+    done = commands.packtrain(*arguments, fresh=fresh)
     assert done.returncode == status, (done.returncode, done.stdout[-2000:], done.stderr)
     return done.stdout, done.stderr
 
@@ -95,14 +95,14 @@ def archived(path: Path, change: Callable[[Recorded], bytes | None]) -> Path:
 
 def test_the_demo_is_replayed_without_a_divergence_and_without_a_trace_in_the_broker(place: Place) -> None:
     before = place.state()
-    out, err = packtrain("replay", "--directory", str(place.directory))
+    out, err = packtrain("replay", "--directory", str(place.directory), fresh=True)
     assert out.splitlines()[0] == "run demo, 1,651 events up to message 1651, rules 1"
     assert "mixer: 361 decisions made again" in out
     assert "sampler: 139 decisions made again" in out
     assert out.splitlines()[-1] == "no divergence"
     assert err == "packtrain: skipped, as no event to this version: {'unknown': 1, 'invalid': 1}\n"
     packtrain("replay", "demo", "--directory", str(place.directory), "--set", "steps=4")
-    packtrain("trace", "000001", "--directory", str(place.directory))
+    packtrain("trace", "000001", "--directory", str(place.directory), fresh=True)
     # No dead letter for the invalid message, no snapshot, no stream: nothing was written.
     assert place.state() == before
 
@@ -241,12 +241,8 @@ async def test_a_log_without_its_beginning_cannot_be_decided_again(
     subject = message.subject.replace("rl.demo.", f"rl.{log.run}.")
     headers = {k: v for k, v in message.headers.items() if k != "Nats-Expected-Stream"}
     await log.js.publish(subject, message.body, headers=headers)
-    done = await asyncio.create_subprocess_exec(
-        *PACKTRAIN, "replay", "--directory", str(tmp_path), stderr=asyncio.subprocess.PIPE
-    )
-    _, err = await asyncio.wait_for(done.communicate(), 60)
-    assert done.returncode == 2
-    assert b"begins at message 1, sequence.dispatched: what was before it is gone" in err
+    _, err = packtrain("replay", "--directory", str(tmp_path), status=2)
+    assert "begins at message 1, sequence.dispatched: what was before it is gone" in err
 
 
 def test_a_trace_prints_the_tree_and_the_whole_as_json(place: Place) -> None:
@@ -308,10 +304,7 @@ def test_the_output_in_the_document_is_what_the_commands_print(place: Place, tmp
     )
     assert len(blocks) == 5
     for command, shown in blocks:
-        done = subprocess.run(
-            [*PACKTRAIN, *command.split()], capture_output=True, text=True, timeout=60, cwd=tmp_path
-        )
-        assert done.stdout == shown, command
+        assert commands.packtrain(*command.split(), cwd=tmp_path).stdout == shown, command
 
 
 def test_the_program_in_the_document_runs() -> None:

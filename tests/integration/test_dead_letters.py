@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from pipeline.log.fold import Found
 from schemas.config import Broker
 from schemas.facts import MAX_BODY
 from schemas.names import BadName, dead_letter_subject
+from tests import commands
 from tests.log_parts import HEADERS, completed, publish_raw, take
 
 pytestmark = pytest.mark.timeout(90)
@@ -196,12 +195,9 @@ def test_a_reason_is_one_short_line_of_text() -> None:
     assert printable("a\ud800b", 10) == "a b"
 
 
-def packtrain(*arguments: str, status: int = 0) -> str:
+def packtrain(*arguments: str, status: int = 0, fresh: bool = False) -> str:
     """What the command printed; stderr when it has to fail."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "services.cli.main", "dlq", *arguments],
-        capture_output=True, text=True, timeout=60, cwd="/",
-    )  # fmt: skip
+    done = commands.packtrain("dlq", *arguments, fresh=fresh)
     assert done.returncode == status, done.stderr
     printed = done.stderr if status else done.stdout
     assert all(c.isprintable() or c == "\n" for c in printed)
@@ -226,7 +222,7 @@ async def test_the_commands(broker: Broker, log: Log, tmp_path: Path) -> None:
     head = {"dlq-state": "buried", "dlq-reason": "\x1b[31mred \u202e", "dlq-subject": "\x9b"}
     await log.js.publish(f"dlq.{log.run}.malformed.4", b"\x1b]0;owned\x07\x7f" * 200, headers=head)
 
-    listed = (await asyncio.to_thread(packtrain, "list", log.run, *at)).splitlines()
+    listed = (await asyncio.to_thread(packtrain, "list", log.run, *at, fresh=True)).splitlines()
     assert [line.split()[:2] for line in listed] == [
         ["grader/1", "buried"], ["grader/2", "buried"], ["grader/3", "buried"],
         ["harness-chat/3", "buried"], ["malformed/4", "buried"],
@@ -246,7 +242,7 @@ async def test_the_commands(broker: Broker, log: Log, tmp_path: Path) -> None:
     assert "names no dead letter" in await asyncio.to_thread(packtrain, "show", "\x1b[31m", *at, status=2)
 
     assert (
-        await asyncio.to_thread(packtrain, "retry", "1", *at)
+        await asyncio.to_thread(packtrain, "retry", "1", *at, fresh=True)
         == "grader/1: retried: grader is given message 1 again\n"
     )
     failed = await asyncio.to_thread(packtrain, "retry", "1", "malformed/4", "grader/2", *at, status=1)

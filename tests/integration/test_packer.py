@@ -28,6 +28,7 @@ from tests.packer_parts import (
 
 
 async def test_two_ranks_train_two_batches(packer_config: RunConfig, log: Log, store: ObjectStore) -> None:
+    """The second has advantages by token, and penalties."""
     weights = 0.0
     async with packer(packer_config, log), packer(packer_config, log, index=1):
         with (
@@ -36,10 +37,12 @@ async def test_two_ranks_train_two_batches(packer_config: RunConfig, log: Log, s
         ):
             for step in (1, 2):
                 reading = [asyncio.create_task(asyncio.to_thread(take, feed, step)) for feed in (zero, one)]
-                await yield_batch(log, store, step)  # the ranks wait for it
+                by_token = step == 2
+                # The ranks wait for it.
+                await yield_batch(log, store, step, sidecar=(lambda data: data) if by_token else None)
                 for dp, task in enumerate(reading):
                     got = await task
-                    check(step, dp, got)
+                    check(step, dp, got, by_token)
                     weights += sum(float(arrays["loss_weights"].sum()) for arrays in got)
                 await publish_trained(log, step)
     assert weights == pytest.approx(2.0)
@@ -50,7 +53,9 @@ async def test_two_ranks_train_two_batches(packer_config: RunConfig, log: Log, s
     for fact in facts:
         assert fact.tokens == LENGTH
         assert fact.bytes > LENGTH * 44
-        assert LENGTH * 13 <= fact.fetched < LENGTH * 13 + 2000
+        # Nothing but the named columns: 13 bytes a token, 4 of an advantage by token.
+        needed = LENGTH * 13 + (LENGTH // 2 * 4 if fact.step == 2 else 0)
+        assert needed <= fact.fetched < needed + 2000
 
 
 async def test_windows_are_built_ahead_and_no_further(

@@ -49,12 +49,16 @@ async def test_what_cannot_be_packed_is_told_to_the_rank_and_the_packer_lives(
     await publish_batch(log, 2, Ref(key="runs/r/plans/missing.json", bytes=10, crc32c=0))
     await publish_batch(log, 3, await store.create("runs/r/plans/bad.json", b"{}"))
     await yield_batch(log, store, 4)
+    await yield_batch(log, store, 5, sidecar=flip)
+    await yield_batch(log, store, 6, sidecar=lambda _: None)
     async with packer(packer_config, log):
         with Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed:
             for step, message in (
                 (1, r"object runs/.*-a1\.safetensors is damaged: column \w+, block 0"),
                 (2, r"plan of step 2 cannot be used: no object runs/r/plans/missing\.json"),
                 (3, r"runs/r/plans/bad\.json is no plan"),
+                (5, r"object runs/.*-a1\.advantages\.0\.safetensors is damaged: column advantages, block 0"),
+                (6, r"no object runs/.*-a1\.advantages\.0\.safetensors"),
             ):
                 with pytest.raises(FeedError, match=message):
                     await asyncio.to_thread(take, feed, step)

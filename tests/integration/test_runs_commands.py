@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +28,7 @@ from services.cli.embedded import DirectoryLock, LaunchError
 from services.cli.launcher import find_launcher
 from services.cli.reach import embedded_broker
 from services.cli.run_list import list_runs
+from tests import commands
 from tests.launched import CHAT_ONLY, Launched
 from tests.natsserver import NatsServer
 from tests.s3server import S3Server
@@ -36,10 +36,9 @@ from tests.s3server import S3Server
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
-def packtrain(*arguments: str | Path, status: int = 0, stdin: str | None = None) -> str:
+def packtrain(*arguments: str | Path, status: int = 0, fresh: bool = False) -> str:
     """What the command printed; stderr when it has to fail."""
-    argv = [sys.executable, "-P", "-m", "services.cli.main", *map(str, arguments)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=90, cwd="/", input=stdin)
+    done = commands.packtrain(*arguments, timeout_s=90, fresh=fresh)
     assert done.returncode == status, done.stderr + done.stdout
     return done.stderr if status else done.stdout
 
@@ -116,7 +115,7 @@ async def test_the_list_tells_every_run_of_a_broker_the_newest_last(
         ("ended", "cancelled", 1, 5, 4),
     ]
     assert [row["last"] for row in found] == [None, "run.stopped", "step.trained", "run.stopped"]
-    lines = packtrain("runs", "list", *place(server), "--directory", tmp_path)
+    lines = packtrain("runs", "list", *place(server), "--directory", tmp_path, fresh=True)
     assert "2/5" in lines
     assert "\x1b" not in lines
 
@@ -149,7 +148,8 @@ async def test_hundreds_of_runs_are_listed_fast(server: NatsServer, tmp_path: Pa
 async def test_cancel_ends_a_run_of_any_broker_once(server: NatsServer, tmp_path: Path) -> None:
     await begin(server.broker, "far", 3)
     where = (*place(server), "--directory", tmp_path)
-    assert packtrain("runs", "stop", "far", "--cancel", *where) == "run far is cancelled after 3 steps\n"
+    said = packtrain("runs", "stop", "far", "--cancel", *where, fresh=True)
+    assert said == "run far is cancelled after 3 steps\n"
     assert "over already: cancelled after 3 steps" in packtrain("runs", "stop", "far", "--cancel", *where)
     assert rows(*where)[0]["state"] == "cancelled"
     assert "has no run 'none'" in packtrain("runs", "stop", "none", "--cancel", *where, status=1)
@@ -192,7 +192,7 @@ async def test_rm_removes_all_of_one_run_and_nothing_of_another(server: NatsServ
     where = ("--directory", home)
     assert "--yes removes it" in packtrain("runs", "rm", "one", *where, status=1)
     assert await log.exists()
-    said = packtrain("runs", "rm", "one", "--yes", *where)
+    said = packtrain("runs", "rm", "one", "--yes", *where, fresh=True)
     assert "removed run one: 2 events" in said
     assert "2 objects (1.0 KiB)" in said
     assert sorted(info.config.name or "" for info in await log.js.streams_info()) == ["RL_one-2"]
@@ -495,4 +495,4 @@ async def test_a_cancelled_run_ends_its_launcher_and_is_over(tmp_path: Path) -> 
     await log.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in launched.pids().values())
     assert [row["state"] for row in rows(*where)] == ["cancelled"]
-    assert "is over" in packtrain("runs", "resume", "small", *where, status=1)
+    assert "is over" in packtrain("runs", "resume", "small", *where, status=1, fresh=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,15 @@ from pipeline.capture.dialogue import Dialogue
 from pipeline.capture.export import Export, export
 from pipeline.capture.journal import HostJournal
 from pipeline.capture.messages import Message
-from pipeline.capture.recovery import Recovered
+from pipeline.capture.recovery import Recovered, Recovery
+from pipeline.capture.rules import Rules
 from pipeline.capture.server import Capture
 from pipeline.capture.session import Session
 from pipeline.capture.tree import ContextTree
+from pipeline.signal.rules import judge_of
 from pipeline.store import ObjectStore
 from pipeline.store.payload import read_columns
-from schemas.config import AgentLoop, Behaviour, Store
+from schemas.config import AgentLoop, Behaviour, Penalty, Store
 from schemas.envelope import BodyTooLarge, Event
 from schemas.facts import (
     Fact,
@@ -218,6 +221,87 @@ def test_what_is_not_the_policys_doing_is_infra(
     assert (result.failure.kind, result.failure.reason) == ("infra", reason)
 
 
+@pytest.mark.parametrize(
+    "ended", ["completed", "max_turns", "overlong", "agent_timeout", "agent_crashed", "gave_up"]
+)
+def test_whatever_the_agent_made_of_it_a_rule_ended_the_rollout(ended: str) -> None:
+    given = verdict(0.5, ended)
+    result = judge(given, turns=1, owed=False, malformed=True, refused="early_stop", stopped=True)
+    assert result == Result(None, 0.5, "early_stop")
+    masked = judge(given, turns=1, owed=False, malformed=False, stopped=True, effects={"early_stop": "retry"})
+    assert masked.failure is not None
+    assert masked.failure.reason == "early_stop"
+
+
+def test_what_the_world_did_is_no_early_stop() -> None:
+    for given, owed, reason in (
+        (verdict(0.0, "agent_killed"), False, "agent_killed"),
+        (verdict(0.0, "agent_timeout"), True, "engine_timeout"),
+        (verdict(None, "failed", LOST), False, "harness_lost"),
+        (None, False, "harness_timeout"),
+    ):
+        failure = judge(given, turns=1, owed=owed, malformed=False, stopped=True).failure
+        assert failure is not None
+        assert (failure.kind, failure.reason) == ("infra", reason)
+
+
+def test_an_attempt_that_a_rule_could_not_judge_is_infra() -> None:
+    for given in (None, verdict(), verdict(None, "failed", LOST)):
+        failure = judge(given, turns=1, owed=False, malformed=False, broken="rule 'x' raised").failure
+        assert failure == Failure(kind="infra", reason="rule_failed", detail="rule 'x' raised")
+
+
+@pytest.mark.parametrize("stop", [True, False])
+async def test_a_lost_hosts_attempt_has_the_flags_and_the_end_that_its_rules_gave(
+    tmp_path: Path, stop: bool
+) -> None:
+    class Answered(Told):
+        async def last(self, *of: str) -> Event:
+            return event(verdict(0.0, "agent_crashed"))
+
+    rules = judge_of(
+        [Penalty(rule="malformed_call"), Penalty(rule="unknown_tool", stop=stop, scope="sequence")]
+    )
+    turns = iter(("a", '<tool_call>{"name": "t", "arguments": {}}</tool_call>'))
+    engine = ScriptedEngine(lambda _: next(turns))
+    journal = HostJournal(tmp_path / "journal", "h")
+    given = (Behaviour(), 1000, engine.renderer, engine, b"", Rules(), None, journal, rules)
+    lost = Session(OPENED.session, *given)
+    history = (Message("user", "q"), Message("assistant", "a"), Message("user", "more"))
+    await complete(lost, "1", Dialogue(history[:1]))
+    await complete(lost, "2", Dialogue(history))
+    os.close(journal._lock)
+
+    source = SimpleNamespace(behaviour=Behaviour(), effects={})
+    config = SimpleNamespace(agent_loop=AgentLoop(), source=lambda _: source)
+    store, told = ObjectStore.open(Store(url=tmp_path.as_uri())), Answered()
+    ctx = SimpleNamespace(config=config, log=told, run="r", store=store, logger=logging.getLogger("test"))
+    capture = Capture(b"k" * 32, engine.renderer, engine, 1000)
+    recovery = Recovery(tmp_path / "journal")
+    host = Host(
+        cast(Context, ctx),
+        "h2",
+        "http://127.0.0.1:1",
+        capture,
+        engine,
+        recovery=recovery,
+        judges={"s": rules},
+    )
+    failed = await host._collect(DISPATCHED, event(OPENED))
+    if not stop:
+        assert failed is not None
+        assert failed.failure.reason == "host_lost", "the agent missed an answer"
+        assert failed.exported is not None
+        assert failed.exported.contexts[0].flags
+        return
+    assert failed is None
+    (finished,) = told.facts
+    assert isinstance(finished, SequenceFinished)
+    assert finished.termination == "early_stop"
+    assert finished.contexts == lost.export().contexts
+    assert [flag.rules for flag in finished.contexts[0].flags] == [0b10, 0b10]
+
+
 def recovered(finish: str | None, turns: int = 2, malformed: int = 0, whole: bool = True) -> Recovered:
     return Recovered(turns=turns, finish=finish, malformed=malformed, whole=whole)  # pyright: ignore[reportArgumentType]  # a Finish
 
@@ -235,6 +319,16 @@ def test_an_attempt_whose_host_died_stands_when_its_end_was_recorded(
     given: SequenceVerified, found: Recovered, expected: Result
 ) -> None:
     assert judge_recovered(given, found, Behaviour(max_turns=4)) == expected
+
+
+def test_an_attempt_whose_host_died_after_a_rule_ended_it_missed_a_refusal_alone() -> None:
+    found, ended = recovered("tool_calls"), verdict(0.0, "agent_crashed")
+    stopped = judge_recovered(ended, found, Behaviour(max_turns=4), stopped=True)
+    assert stopped == Result(None, 0.0, "early_stop")
+    assert judge_recovered(ended, found, Behaviour(max_turns=4)).failure is not None
+    damaged = judge_recovered(ended, recovered("tool_calls", whole=False), Behaviour(), stopped=True)
+    assert damaged.failure is not None
+    assert damaged.failure.reason == "journal_damaged"
 
 
 @pytest.mark.parametrize(

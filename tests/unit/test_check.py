@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import ConfigError, Override, load
 from pipeline.harnesses.environments.harbor import BrokenTasks
-from schemas.config import Grader, RunConfig
+from schemas.config import Grader, Penalty, RunConfig
 from services.cli import check
 from services.cli.check import Place, faults, load_checked
 from services.cli.policy import SMOLLM2
@@ -29,6 +29,13 @@ class Good:
         pydantic.create_model("Options", __config__={"extra": "forbid"}, size=(int, 1)).model_validate(options)
 
 class Harness: ...
+
+class Flags:
+    judges = "turn"
+    def __init__(self, options=None):
+        import pydantic
+        pydantic.create_model("Options", __config__={"extra": "forbid"}).model_validate(options or {})
+    def __call__(self, seen): return False
 
 class Broken:
     def __init__(self):
@@ -105,7 +112,24 @@ KIND: Place = ("sources", 1, "environment", "kind")
         (
             changed("sources", 0, grader=Grader(kind="nun")),
             ("sources", 0, "grader", "kind"),
-            "neither none nor module:function",
+            "is none of ['command', 'none', 'rubric'",
+        ),
+        (
+            changed(
+                "sources", 0, grader=Grader(kind="rubric", options={"url": "http://j/v1", "rubric": "r"})
+            ),
+            ("sources", 0, "grader", "kind"),
+            "grader 'rubric' refuses its options: model: Field required",
+        ),
+        (
+            changed("sources", 0, grader=Grader(kind="command", options={"argv": ["/nowhere"]})),
+            ("sources", 0, "grader", "kind"),
+            "'/nowhere' is no program that can be run",
+        ),
+        (
+            changed("sources", 0, grader=Grader(kind="mine:grade", options={"floor": 1})),
+            ("sources", 0, "grader", "kind"),
+            "is a function and takes no options",
         ),
         (
             changed("sources", 0, grader=Grader(kind="mine:absent")),
@@ -187,6 +211,28 @@ def test_what_capture_cannot_use_is_told_before_a_host_starts(
     ((found, what),) = faults(changed(section, index, **values))
     assert found == place
     assert said in what
+
+
+def test_a_penalty_that_cannot_be_is_told_at_its_key() -> None:
+    bad: list[tuple[dict[str, Any], str, str]] = [
+        ({"rule": "repetitions"}, "rule", "rule 'repetitions' is none of ['garbled'"),
+        ({"rule": "repetition", "options": {"m": 3}}, "options", "refuses its options: m: Extra"),
+        ({"rule": "nonzero_exit", "options": {"pattern": "("}}, "options", "is no pattern"),
+        ({"rule": "garbled", "strategy": "mask", "value": 0.5}, "value", "'mask' takes no value"),
+        ({"rule": "garbled", "strategy": "subtract"}, "strategy", "changes nothing"),
+        ({"rule": "mine:Absent"}, "rule", "has no attribute 'Absent'"),
+        ({"rule": "mine:Harness"}, "rule", "needs judges"),
+        ({"rule": "mine:Flags", "options": {"m": 3}}, "rule", "refuses its options: m: Extra"),
+    ]
+    good = (Penalty(rule="mine:Flags", stop=True), Penalty(rule="garbled", strategy="set", value=-1))
+    penalties = (*good, *(Penalty.model_validate(penalty) for penalty, _, _ in bad))
+    found = faults(changed("sources", 0, penalties=penalties))
+    assert [place for place, _ in found] == [
+        ("sources", 0, "penalties", i, key) for i, (_, key, _) in enumerate(bad, 2)
+    ]
+    for (_, what), (_, _, said) in zip(found, bad, strict=True):
+        assert said in what
+        assert "\n" not in what
 
 
 def test_a_label_that_no_rule_gives_is_a_mistake() -> None:

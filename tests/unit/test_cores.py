@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.batch.mixer import MixerCore
 from pipeline.batch.sampler import SamplerCore
 from pipeline.decision import Core, Decision
-from pipeline.signal.sampling import Groups
+from pipeline.signal.groups import Groups
 from schemas.config import RunConfig
 from schemas.envelope import Event
 from schemas.facts import (
@@ -455,7 +455,8 @@ def test_a_group_left_behind_by_a_batch_and_too_old_for_the_next_is_rejected_the
                 )
             )
             tell(finished(sequence, float(member)))
-        tell(SampleGraded(source=source_name, sample=name, grader="none", rewards=(0.0, 1.0)))
+        (accepted,) = tell(SampleGraded(source=source_name, sample=name, grader="none", rewards=(0.0, 1.0)))
+        tell(accepted)
         return tell(SampleShaped(source=source_name, sample=name, estimator="grpo", advantages=(-0.7, 0.7)))
 
     tell(RunStarted(run="r", config=run_config.decisions()))

@@ -17,15 +17,19 @@ from schemas.facts import (
     BatchYielded,
     Fact,
     LimitChanged,
+    PenaltyFactors,
     PolicyPublished,
     RunStarted,
     RunStopped,
     SampleAccepted,
     SampleCompleted,
+    SampleGraded,
     SampleRejected,
+    SampleShaped,
     SequenceDispatched,
     SequenceFinished,
     SequenceOpened,
+    SequenceScored,
     SourceShare,
     StepTrained,
     WindowPacked,
@@ -156,6 +160,56 @@ def test_an_accepted_group_that_grew_too_old_is_no_longer_ready() -> None:
     ]
     source = folded(*flow).source("arithmetic")
     assert (source.ready, source.rejected) == (0, Counter(stale=1))
+
+
+def test_an_accepted_group_that_its_hooks_cannot_shape_is_no_longer_ready() -> None:
+    refused = rejected("arithmetic", 0, "failed").model_copy(update={"by": "hook"})
+    source = folded(STARTED, dispatched("arithmetic", 0), accepted("arithmetic", 0), refused).source(
+        "arithmetic"
+    )
+    assert (source.ready, source.rejected) == (0, Counter(failed=1))
+
+
+def test_what_graders_and_teachers_did_not_give_is_counted_and_told_when_there_is_any() -> None:
+    def graded(sample: int, **fields: object) -> SampleGraded:
+        name = f"arithmetic-{sample:06d}"
+        known = {"source": "arithmetic", "sample": name, "grader": "g", "rewards": (1.0,)}
+        return SampleGraded.model_validate({**known, **fields})
+
+    name, header = "calculator-000000", PayloadHeader(key="k", bytes=30, columns=())
+    scored = SequenceScored(
+        source="calculator", sample=name, sequence=f"{name}-0", teacher="a", tokens=3, scores=header
+    )
+    flow = [STARTED, graded(0), scored]
+    wrong = [
+        graded(1, fallback="late"),
+        graded(2, fallback="broken"),
+        graded(1, revision=1, report=ref(9)),
+        scored.model_copy(update={"scores": None, "failure": "too long"}),
+    ]
+    told = "graders and teachers: arithmetic 2 fallbacks, 1 late answer; calculator 1 unscored sequence"
+    for facts, missing in ((flow, False), ([*flow, *wrong], True)):
+        view = folded(*facts)
+        console = Console(width=140)
+        with console.capture() as capture:
+            console.print(render(view, Counter(), START))
+        assert (told in capture.get()) == missing
+        assert (told in summary.totals(view, (1, 1), Counter(), False)) == missing
+        plain = progress_line(view, START)
+        assert ("ready 0 in flight (2 fallbacks; 1 late answer), " in plain, "(" in plain) == (missing,) * 2
+    shaped = SampleShaped(
+        source="calculator", sample=name, estimator="opd", advantages=(0, 0), sidecars=(header, None)
+    )
+    assert folded(*flow, *wrong, shaped).written == {"sidecars": 60, "reports": 9}
+
+
+def test_a_batch_tells_its_penalty_factors() -> None:
+    told = "step 1: batch yielded (arithmetic 1 group, reward 0.500)"
+    weighed = yielded(1, 1).model_copy(update={"factors": PenaltyFactors(alpha=1.25, beta=0.5)})
+    assert [event_line(folded(STARTED), events(fact)[0]) for fact in (yielded(1, 1), weighed)] == [
+        told,
+        f"{told}; penalty factors alpha 1.250, beta 0.500",
+    ]
 
 
 def test_rejections_and_rewards_belong_to_the_step_that_is_yielded_next() -> None:

@@ -260,16 +260,23 @@ def test_a_late_fact_is_handled_as_the_service_does() -> None:
 
 
 def test_a_core_that_fails_on_an_event_is_a_divergence_and_the_last() -> None:
-    shaped, _ = first(SampleShaped)
-    found = rerun(altered(shaped, advantages=(1.0,)), "sampler").divergences
-    assert [d.kind for d in found] == ["differs", "fails"]
-    assert found[1].recomputed.startswith("ValueError: ")
+    shaped, fact = first(SampleShaped)
+    changed = altered(shaped, estimator="another", advantages=fact.advantages[:1])
+    started = replace(demo_events()[0], fact=RunStarted(run="demo", config={"steps": "many"}), seq=1652)
+    found = rerun([*changed, started, *demo_events()[1:]], "sampler").divergences
+    # Advantages that are not about the group make no batch; the core goes on until it cannot.
+    assert found[0].kind == "differs"
+    assert [d.kind for d in found].count("fails") == 1
+    assert (found[-1].kind, found[-1].seq) == ("fails", 1652)
+    assert found[-1].recomputed.startswith("ValidationError: ")
 
 
 def test_other_rules_are_named() -> None:
     started = demo_events()[0]
     assert isinstance(started.fact, RunStarted)
-    assert not rerun(demo_events(), "sampler").other_rules
+    assert not rerun(altered(started, rules=RULES), "sampler").other_rules
+    # The recording is of rules 1, by which it would be decided the same today.
+    assert rerun(demo_events(), "sampler").other_rules
     report = rerun(altered(started, rules=RULES + 1), "sampler")
     assert (report.rules, report.other_rules) == (RULES + 1, True)
     assert "likely cause" not in "\n".join(rerun_lines([report]))

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from pipeline.replay import SERVICES, BadChange, Difference, WhatIf, change, read_setting
 from schemas.envelope import Event
-from schemas.facts import BatchYielded, RunStarted, SampleAccepted, SampleGraded, SampleShaped
+from schemas.facts import BatchYielded, RunStarted, SampleAccepted, SampleGraded, SampleRejected, SampleShaped
 from services.cli.replay_report import difference_lines
 from tests.recorded import demo_events
 from tests.unit.factories import config
+from tests.unit.signal_world import BY_HOOK, SignalWorld, signal_config
 from tests.unit.test_cores import World
 
 SOURCE = {"pool": "p", "group_size": 3, "environment": {"kind": "arithmetic"}}
@@ -297,3 +298,66 @@ def test_what_is_no_setting_is_refused(text: str) -> None:
 def test_options_of_an_environment_take_new_keys() -> None:
     changed = change(recorded_config(demo_events()), [("sources.arithmetic.environment.options.digits", 3)])
     assert changed.source("arithmetic").environment.options == {"digits": 3}
+
+
+def signal_run(seed: int) -> list[Event]:
+    world = SignalWorld(signal_config(), seed, rejects=0.3)
+    world.run()
+    return world.log
+
+
+@given(seed=st.integers(0, 10_000), cut=st.integers(1, 600))
+@settings(max_examples=4, deadline=None)
+def test_unchanged_a_run_with_a_hook_service_is_as_recorded(seed: int, cut: int) -> None:
+    log = signal_run(seed)[:cut]
+    for name in SERVICES:
+        found = differs(log, name)
+        assert found.none, (name, found.facts, found.failed)
+        assert (found.groups, found.left_out, found.baseline.divergences) == ((), 0, ())
+        assert all(batch.recorded == batch.changed for batch in found.batches)
+    (line,) = differs(log, "sampler").unmade
+    assert line.startswith("source code: its hooks read columns or are not built in")
+    assert "other hooks" not in line
+
+
+def test_of_hooks_that_only_the_hook_service_runs_the_recorded_advantages_stand() -> None:
+    log = signal_run(9)
+    stricter = differs(log, "sampler", ("sources.code.accept.max", 0.5))
+    assert stricter.failed == ""
+    assert stricter.advantages_changed == 0
+    assert (
+        stricter.outcomes["code"]["rejected: pass_rate"][1]
+        > stricter.outcomes["code"]["rejected: pass_rate"][0]
+    )
+    foreign = differs(log, "sampler", ("sources.math.hooks", BY_HOOK["hooks"]))
+    assert (foreign.failed, foreign.advantages_changed) == ("", 0)
+    assert any(line.startswith("source math") and "which other hooks made" in line for line in foreign.unmade)
+    assert [b.changed is None for b in foreign.batches] == [False] * 3
+    assert any("which other hooks made" in line for line in difference_lines([foreign], []))
+
+
+def test_hooks_that_need_events_alone_are_run_in_place_of_the_hook_service() -> None:
+    log = signal_run(9)
+    found = differs(log, "sampler", ("sources.code.hooks", [{"kind": "dr_grpo"}]))
+    assert (found.failed, found.unmade) == ("", ())
+    shaped = {e.fact.sample for e in log if isinstance(e.fact, SampleShaped) and e.fact.by == "hook"}
+    assert 0 < found.advantages_changed <= len(shaped)
+    # What the hook service could not shape, these can.
+    failed = {e.fact.sample for e in log if isinstance(e.fact, SampleRejected) and e.fact.by == "hook"}
+    assert failed
+    assert {g.sample for g in found.groups if g.recorded == "rejected: failed"} >= failed
+
+
+def test_a_teacher_that_scored_nothing_is_waited_for_and_that_is_said() -> None:
+    found = differs(signal_run(9), "sampler", ("sources.math.teachers", ["large"]))
+    assert [line for line in found.unmade if "teacher large scored none" in line]
+    assert found.outcomes["math"].get("accepted", (0, 0))[1] == 0
+
+
+def test_hooks_that_no_run_could_have_are_refused() -> None:
+    for hooks, said in (
+        ([{"kind": "length_penalty"}], "make no advantages"),
+        ([{"kind": "grpo", "options": {"nu": 1}}], "nu"),
+    ):
+        with pytest.raises(BadChange, match=said):
+            change(signal_config().decisions(), [("sources.math.hooks", hooks)])

@@ -13,12 +13,18 @@ from pipeline.replay import NoSuchId, Trace, Tracer
 from schemas.envelope import Event
 from schemas.facts import (
     BatchYielded,
+    PenaltyFactors,
     RunStarted,
+    SampleAccepted,
+    SampleGraded,
     SampleRejected,
     SampleShaped,
     SequenceDispatched,
+    SequenceFinished,
     SequenceOpened,
+    SequenceScored,
 )
+from schemas.payload import PayloadHeader
 from services.cli.trace import lines
 from tests.recorded import demo_events
 
@@ -121,7 +127,88 @@ def test_a_rejected_sample_is_in_no_batch() -> None:
     rejected = next(e.fact for e in demo_events() if isinstance(e.fact, SampleRejected))
     trace = traced(rejected.sample)
     assert trace.batch is None
-    assert "sample.rejected" in [node.type for node in trace.nodes]
+    assert [node.note for node in trace.nodes if node.type == "sample.rejected"] == [rejected.reason]
+
+
+def test_scores_late_answers_and_shaping_anew_are_in_the_life_of_a_sample() -> None:
+    mine = [e for e in demo_events() if e.fact.correlation() == "arithmetic-000001"]
+    by_type = {e.fact.type: e for e in mine}
+    graded, shaped = by_type["sample.graded"], by_type["sample.shaped"]
+    finished, accepted = by_type["sequence.finished"], by_type["sample.accepted"]
+    assert isinstance(graded.fact, SampleGraded)
+    assert isinstance(shaped.fact, SampleShaped)
+    assert isinstance(finished.fact, SequenceFinished)
+    assert isinstance(accepted.fact, SampleAccepted)
+    header = PayloadHeader(key="k", bytes=1, columns=())
+    of = {"source": "arithmetic", "sample": "arithmetic-000001", "sequence": finished.fact.sequence}
+    scored = SequenceScored.model_validate(
+        {**of, "teacher": "big", "tokens": 7, "scores": header, "seconds": 2.0}
+    )
+    lost = SequenceScored.model_validate(
+        {**of, "teacher": "small", "tokens": 0, "scores": None, "failure": "\x1b[31m"}
+    )
+    n = len(graded.fact.rewards)
+    late = graded.fact.model_copy(
+        update={"revision": 1, "quality": (0.5,) * n, "hacks": (True,) + (False,) * (n - 1)}
+    )
+    anew = shaped.fact.model_copy(
+        update={"revision": 1, "by": "hook", "sidecars": (header, *(None,) * (n - 1))}
+    )
+    # Behind the log as it was, so that the rest of it stays what it was.
+    head = demo_events()[-1].seq
+    added = [
+        replace(finished, fact=scored, id="x1", seq=head + 1, causation=finished.id),
+        replace(finished, fact=lost, id="x2", seq=head + 2, causation=finished.id),
+        replace(graded, fact=late, id="x3", seq=head + 3, causation=graded.causation),
+        replace(shaped, fact=anew, id="x4", seq=head + 4, causation="x3"),
+    ]
+    events = [
+        replace(e, fact=graded.fact.model_copy(update={"fallback": "no answer in 60 s"}))
+        if e is graded
+        else e
+        for e in demo_events()
+    ]
+    shown = list(lines(traced("arithmetic-000001", [*events, *added])))
+    for said in (
+        "sample.graded arithmetic-000001 (fallback: no answer in 60 s)  ",
+        f"sequence.scored {finished.fact.sequence}-big (7 tokens in 2.0 s)  ",
+        f"sequence.scored {finished.fact.sequence}-small (not scored: \\u001b[31m)  ",
+        "sample.graded arithmetic-000001-r1 (a late answer, quality 0.5 to 0.5, confirmed hacks: 1)  ",
+        "  sample.shaped arithmetic-000001-r1 (anew, by token: 1)  ",
+    ):
+        assert sum(said in line for line in shown) == 1, said
+    member = traced(finished.fact.sequence, [*events, *added])
+    assert "sequence.scored" in {node.type for node in member.nodes}
+    other = traced(
+        "arithmetic-000001-0" if finished.fact.sequence[-1] != "0" else "arithmetic-000001-1",
+        [*events, *added],
+    )
+    assert "sequence.scored" not in {node.type for node in other.nodes}
+
+
+def test_a_batch_says_its_penalty_factors() -> None:
+    batch = next(e for e in demo_events() if isinstance(e.fact, BatchYielded))
+    weighed = batch.fact.model_copy(update={"factors": PenaltyFactors(alpha=1.25, beta=0.5)})
+    events = [replace(e, fact=weighed) if e is batch else e for e in demo_events()]
+    shown = list(lines(traced("1", events)))
+    assert [
+        line for line in shown if "batch.yielded 000001 (penalty factors alpha 1.250, beta 0.500)  " in line
+    ]
+    assert not [line for line in lines(traced("1")) if "penalty" in line]
+
+
+def test_how_long_a_sample_waited_counts_from_its_first_advantages() -> None:
+    batch = next(e for e in demo_events() if isinstance(e.fact, BatchYielded))
+    before = traced("1").members[0]
+    shaped = next(
+        e for e in demo_events() if isinstance(e.fact, SampleShaped) and e.fact.sample == before.sample
+    )
+    assert isinstance(shaped.fact, SampleShaped)
+    late = shaped.fact.model_copy(update={"revision": 1})
+    events = list(demo_events())
+    again = replace(shaped, fact=late, id="again", time=batch.time, causation=shaped.id)
+    events.insert(events.index(shaped) + 1, again)
+    assert traced("1", events).members[0] == before
 
 
 def test_a_run_under_way_shows_what_there_is() -> None:

@@ -9,57 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.batch.windows import PACKED, READ, pack, plan_window, shapes, split
-from schemas.payload import ContextMeta, PayloadHeader, Span
-from schemas.plan import Plan, PlanRows, PlanSequence
+from pipeline.batch.windows import PACKED, READ, READ_SIDECAR, pack, plan_window, shapes, split
+from schemas.payload import ContextMeta, Span
+from schemas.plan import Plan, PlanSequence
+from tests.window_parts import Change, context, plan_of, sequence
 
 Columns = dict[str, np.ndarray[Any, Any]]
-
-
-def context(offset: int, mask: list[int], label: str = "main") -> ContextMeta:
-    spans: list[Span] = []
-    for t, bit in enumerate(mask):
-        if bit and spans and spans[-1].end == t:
-            spans[-1] = Span(start=spans[-1].start, end=t + 1)
-        elif bit:
-            spans.append(Span(start=t, end=t + 1))
-    return ContextMeta(
-        label=label,
-        offset=offset,
-        tokens=len(mask),
-        generated=sum(mask),
-        loss_spans=tuple(spans),
-        min_version=0,
-        max_version=9,
-    )
-
-
-def sequence(name: str, contexts: list[ContextMeta]) -> PlanSequence:
-    header = PayloadHeader(key=f"runs/r/payloads/s/{name}-a1.safetensors", bytes=1, columns=())
-    return PlanSequence(
-        source="s", sample="s-000000", sequence=name, payload=header, contexts=tuple(contexts)
-    )
-
-
-def plan_of(
-    sequences: list[PlanSequence], rows: list[tuple[int, int, int, int, float, float]], **changes: int
-) -> Plan:
-    columns = [tuple(row[i] for row in rows) for i in range(6)]
-    names = ("sequence", "context", "dp", "microbatch", "advantage", "loss_weight")
-    fields = {
-        "run": "r",
-        "step": 3,
-        "policy_version": 2,
-        "dp": 2,
-        "microbatches": 2,
-        "token_budget": 1000,
-        "loss_tokens": 0,
-        "sequences": tuple(sequences),
-        "rows": PlanRows.model_validate(dict(zip(names, columns, strict=True))),
-    }
-    plan = Plan.model_validate(fields | changes)
-    plan.check()
-    return plan
 
 
 def columns_of(tokens: list[int], mask: list[int], logprobs: list[float], versions: list[int]) -> Columns:
@@ -79,7 +34,7 @@ PLAN = plan_of(
         sequence("s-0", [context(0, [0, 0, 1, 1, 0])]),
         sequence("s-1", [context(0, [0, 1]), context(2, [0, 1, 1], "subagent")]),
     ],
-    [(0, 0, 0, 1, 2.0, 0.25), (1, 0, 1, 0, 1.0, 1.0), (1, 1, 0, 1, -1.0, 0.125)],
+    [(0, 0, 0, 1, 2.0, 0.25), (1, 0, 1, 0, 1.0, 0.25), (1, 1, 0, 1, -1.0, 0.125)],
 )
 
 
@@ -102,6 +57,45 @@ def test_the_golden_window() -> None:
     for name, values in expected.items():
         np.testing.assert_array_equal(got[name], np.array(values, dtypes[name]), err_msg=name)
         assert got[name].dtype == dtypes[name]
+
+
+def test_the_golden_window_with_a_sidecar_a_scale_and_changes() -> None:
+    """The first sequence has a sidecar, and its token 4 is untrained; of the second token 1 is set to -7."""
+    first = columns_of([10, 11, 12, 13, 14], [0, 0, 1, 1, 1], [0, 0, -0.5, -0.25, -1], [0, 0, 1, 2, 2])
+    plan = plan_of(
+        [
+            sequence("s-0", [context(0, [0, 0, 1, 1, 1])], sidecar=True),
+            sequence("s-1", [context(0, [0, 1]), context(2, [0, 1, 1], "subagent")]),
+        ],
+        [(0, 0, 0, 1, 99.0, 0.25), (1, 0, 1, 0, 1.0, 0.25), (1, 1, 0, 1, -1.0, 0.125)],
+        [(0, 2, 3, 3.0, 0.5, True), (0, 4, 5, 1.0, 0.0, False), (2, 1, 2, 0.0, -7.0, True)],
+        scale=(2.0, 1.0, 4.0),
+    )
+    sidecar = {"advantages": np.array([10, 20, 30], np.float32)}
+    got = pack(plan_window(plan, 0, 1), [first | sidecar, SECOND])
+    assert got["advantages"].tolist() == [0, 30.5, 40, 0, 0, -7, -4, 0]
+    assert got["loss_mask"].tolist() == [0, 1, 1, 0, 0, 1, 1, 0]
+    assert got["loss_weights"].tolist() == [0, 0.25, 0.25, 0, 0, 0.125, 0.125, 0]
+    assert got["logprobs"].tolist() == [0, -0.5, -0.25, -1, 0, -1, -2, 0]
+    with pytest.raises(
+        ValueError, match=r"s-0, context main: column advantages has shape \(2,\), the plan says \(3,\)"
+    ):
+        pack(plan_window(plan, 0, 1), [first | {"advantages": np.zeros(2, np.float32)}, SECOND])
+
+
+def test_a_context_reads_its_own_rows_of_the_sidecar() -> None:
+    contexts = [context(0, [0, 1]), context(2, [0, 0]), context(4, [0, 1, 1]), context(7, [0, 1])]
+    plan = plan_of(
+        [sequence("s-0", contexts, sidecar=True)],
+        [(0, 3, 0, 0, 1, 1), (0, 1, 0, 0, 1, 1), (0, 0, 1, 0, 1, 1), (0, 2, 0, 0, 1, 1)],
+    )
+    payload, sidecar = plan_window(plan, 0, 0).reads
+    assert (payload.columns, sidecar.columns) == (READ, READ_SIDECAR)
+    assert (sidecar.header.key, sidecar.rows) == (
+        "runs/r/payloads/s/s-0-a1.advantages.0.safetensors",
+        (0, 1, 2),
+    )
+    assert sidecar.spans == (Span(start=3, end=4), Span(start=1, end=1), Span(start=1, end=3))
 
 
 def test_the_golden_reads() -> None:
@@ -158,17 +152,29 @@ def test_columns_that_disagree_with_the_plan() -> None:
         pack(plan_window(plan, 0, 0), [columns_of([1, 2], [1, 0], [0, 0], [0, 0])])
 
 
+_OPS = [(1.0, 0.0, True), (0.5, 0.0, True), (0.0, -3.0, True), (1.0, -2.0, True), (1.0, 0.0, False)]
+"""What tokens are changed by: (multiply, add, keep)."""
+
+
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Plan, dict[tuple[int, int], Columns]]:
-    """A plan with every context somewhere, and every context's columns."""
+def plans(
+    draw: st.DrawFn,
+) -> tuple[Plan, dict[tuple[int, int], Columns], dict[tuple[int, int], list[float | None]]]:
+    """A plan with every context somewhere, every context's columns, and the advantage of each of its tokens, None where it is
+    not trained."""
     sequences: list[PlanSequence] = []
     columns: dict[tuple[int, int], Columns] = {}
+    expected: dict[tuple[int, int], list[float | None]] = {}
     rows: list[tuple[int, int, int, int, float, float]] = []
+    changes: list[Change] = []
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     small = st.integers(-4, 4).map(float)
+    scaled, changed = draw(st.booleans()), draw(st.booleans())
+    scale: list[float] = []
     for s in range(draw(st.integers(1, 4))):
         contexts: list[ContextMeta] = []
         offset = 0
+        sidecar = draw(st.booleans())
         for c, length in enumerate(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))):
             mask = [0, *rng.integers(0, 2, length - 1).tolist()]
             contexts.append(context(offset, mask))
@@ -179,17 +185,46 @@ def plans(draw: st.DrawFn) -> tuple[Plan, dict[tuple[int, int], Columns]]:
                 "logprobs": rng.random(length, np.float32) * np.array(mask, np.float32),
                 "policy_version": rng.integers(0, 5, length, np.int32),
             }
-            rows.append((s, c, draw(st.integers(0, 1)), draw(st.integers(0, 1)), draw(small), draw(small)))
-        sequences.append(sequence(f"s-{s}", contexts))
-    return plan_of(sequences, rows), columns
+            row = (
+                s,
+                c,
+                draw(st.integers(0, 1)),
+                draw(st.integers(0, 1)),
+                draw(small),
+                draw(st.sampled_from([1.0, 2.0])),
+            )
+            scale.append(draw(small) if scaled else 1.0)
+            plain = (
+                rng.integers(-9, 9, length).astype(np.float32)
+                if sidecar
+                else np.full(length, row[4], np.float32)
+            )
+            if sidecar:
+                columns[s, c]["advantages"] = plain[np.array(mask, np.bool_)]
+            values: list[float | None] = []
+            last = None
+            for t, bit in enumerate(mask):
+                op = _OPS[rng.integers(len(_OPS))] if bit and changed and rng.random() < 0.6 else None
+                if op is None:
+                    values.append(float(plain[t]) * scale[-1] if bit else None)
+                else:
+                    values.append(op[0] * float(plain[t]) + op[1] if op[2] else None)
+                    if op == last and rng.random() < 0.7:  # a span of several tokens, or the next one
+                        changes[-1] = (*changes[-1][:2], t + 1, *op)
+                    else:
+                        changes.append((len(rows), t, t + 1, *op))
+                last = op
+            expected[s, c] = values
+            rows.append(row)
+        sequences.append(sequence(f"s-{s}", contexts, sidecar))
+    return plan_of(sequences, rows, changes, tuple(scale) if scaled else ()), columns, expected
 
 
 @given(plans())
 def test_every_loss_token_is_in_exactly_one_window_at_the_row_before_it(
-    made: tuple[Plan, dict[tuple[int, int], Columns]],
+    made: tuple[Plan, dict[tuple[int, int], Columns], dict[tuple[int, int], list[float | None]]],
 ) -> None:
-    plan, columns = made
-    masked = 0
+    plan, columns, expected = made
     weights = 0.0
     seen: list[tuple[str, int]] = []
     for dp in range(plan.dp):
@@ -205,12 +240,12 @@ def test_every_loss_token_is_in_exactly_one_window_at_the_row_before_it(
                             for c in range(len(plan.sequences[read.sequence].contexts))
                         ]
                     )
-                    for name in READ
+                    for name in read.columns
                 }
                 got.append(
                     {
                         name: np.concatenate([whole[name][s.start : s.end] for s in read.spans])
-                        for name in READ
+                        for name in read.columns
                     }
                 )
             packed = pack(window, split(window, got))
@@ -225,22 +260,18 @@ def test_every_loss_token_is_in_exactly_one_window_at_the_row_before_it(
                 for t in range(length):
                     at = int(bounds[b]) + t
                     last = t == length - 1
-                    mask = 0 if last else int(original["loss_mask"][t + 1])
+                    advantage = None if last else expected[home][t + 1]
+                    mask = advantage is not None
                     assert packed["tokens"][at] == original["tokens"][t]
                     assert packed["position_ids"][at] == t
                     assert packed["labels"][at] == (0 if last else original["tokens"][t + 1])
                     assert packed["loss_mask"][at] == mask
                     assert packed["logprobs"][at] == (0 if last else original["logprobs"][t + 1])
                     assert packed["policy_version"][at] == (0 if last else original["policy_version"][t + 1])
-                    assert packed["advantages"][at] == mask * plan.rows.advantage[row.index]
-                    assert packed["loss_weights"][at] == mask * plan.rows.loss_weight[row.index]
-            masked += int(packed["loss_mask"].sum())
+                    assert packed["advantages"][at] == (advantage or 0)
+                    assert packed["loss_weights"][at] == mask * np.float32(plan.rows.loss_weight[row.index])
             weights += float(packed["loss_weights"].sum())
     assert sorted(seen) == sorted((plan.sequences[s].sequence, c) for s, c in columns)
-    assert masked == sum(int(column["loss_mask"].sum()) for column in columns.values())
-    expected = sum(
-        plan.rows.loss_weight[i]
-        * sum(span.end - span.start for span in plan.sequences[s].contexts[c].loss_spans)
-        for i, (s, c) in enumerate(zip(plan.rows.sequence, plan.rows.context, strict=True))
-    )
-    assert weights == pytest.approx(expected)
+    trained = sum(value is not None for values in expected.values() for value in values)
+    assert plan.loss_tokens == trained
+    assert weights == pytest.approx(1 if trained else 0, abs=1e-5)
