@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from log_server import say
 from report import Figure
-from signals_world import MEMBERS, configured, figure, groups_of, order, started
+from signals_world import AT_ONCE, MEMBERS, configured, figure, groups_of, order, started
 
 from pipeline.batch.sampler import SamplerCore
 from schemas.config import Broker
@@ -22,7 +22,7 @@ STATE = 4096
 """Goal: bytes of memory for a sequence in flight."""
 
 
-def core(groups: int, rounds: int) -> list[Figure]:
+def core(groups: int) -> list[Figure]:
     """Of a batch of so many groups of two sources, whose advantages the sampler makes itself."""
     chain = {"hooks": [{"kind": "length_penalty"}, {"kind": "grpo"}]}
     sources = [
@@ -35,12 +35,11 @@ def core(groups: int, rounds: int) -> list[Figure]:
     made = groups_of(config)
     whole = [sum(column.bytes for column in m.finished.payload.columns) for group in made for m in group]
     facts: list[Fact] = [started(config), *(m.dispatched for group in made for m in group)]
-    facts += [member.finished for _, member in order(made, max(MEMBERS, members // 6))]
+    facts += [member.finished for _, member in order(made, max(MEMBERS, members // AT_ONCE))]
     messages = [encode(new_event(fact, "bench"), config.run) for fact in facts]
     bodies = [len(message.body) for message in messages[-members:]]
     del made, facts
-    runs = [_run(messages, groups) for _ in range(rounds)]
-    decided, decoded, planned = (statistics.median(each) for each in zip(*runs, strict=True))
+    decided, decoded, planned = _run(messages, groups)
     held = _held(messages[:-1])
     say(f"  {held / members:,.0f} bytes a sequence, of {statistics.mean(bodies):,.0f} of its event")
     return [
@@ -56,23 +55,23 @@ class _Alone:
     def __init__(self, run: str) -> None:
         self.core = SamplerCore(run)
         self.decided = self.decoded = 0.0
-        """Seconds in the core, and for decoding what it is given."""
+        """CPU seconds in the core, and for decoding what it is given: neither waits, so they are the same on a busy machine."""
         self.shaped = self.yielded = 0
         self._seq = 0
 
     def take(self, message: Message) -> None:
-        began = time.perf_counter()
+        began = time.process_time()
         event = decode(message.subject, message.headers, message.body, self._seq + 1)
         assert isinstance(event, Event), event
-        self.decoded += time.perf_counter() - began
+        self.decoded += time.process_time() - began
         waiting = deque([event])
         while waiting:
             self._seq += 1
             event = at(waiting.popleft(), self._seq)
-            began = time.perf_counter()
+            began = time.process_time()
             self.core.fold(event)
             decisions = self.core.decide(event)
-            self.decided += time.perf_counter() - began
+            self.decided += time.process_time() - began
             waiting += [new_event(decision.fact, "sampler", event) for decision in decisions]
             match event.fact:
                 case SampleCompleted(source=source, sample=sample, rewards=rewards):
@@ -87,7 +86,7 @@ class _Alone:
 
 
 def _run(messages: Sequence[Message], groups: int) -> tuple[float, float, float]:
-    """Seconds of deciding and of decoding all but the batch, and of deciding on the last sequence: of the plan."""
+    """CPU seconds of deciding and of decoding all but the batch, and of deciding on the last sequence: of the plan."""
     gc.collect()
     alone = _Alone("bench")
     for message in messages[:-1]:

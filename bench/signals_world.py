@@ -1,8 +1,8 @@
 """Groups of sequences for the benchmark of the signal: what their events say, and the objects in the store.
 
-Contexts have lognormal lengths: 8,000 tokens in the median, a mean of 12,000, 131,072 at most; a turn for every 700 tokens, of which
-the policy sampled two fifths. A quarter of the sequences have a second context, as of a subagent, a twentieth a third. Payloads hold
-the same turns with `shrink` times fewer tokens.
+Contexts have lognormal lengths: 8,000 tokens in the median, a mean of 12,000, 131,072 at most; a turn for every 700 tokens, of
+which the policy sampled two fifths. A quarter of the sequences have a second context, as of a subagent, a twentieth a third.
+Payloads hold the same turns with `shrink` times fewer tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from schemas.names import attempt_id, sample_id, sequence_id
 from schemas.payload import ColumnHeader, ContextMeta, PayloadHeader, Span
 
 MEMBERS = 16
+AT_ONCE = 24
+"""Sequences over those that run at a time."""
+CONNECT_S = 60.0
 TEACHER = "large"
 POOL = "bench"
 _MEDIAN, _SIGMA, _LONGEST, _SHORTEST = 8_000, 0.9, 131_072, 700
@@ -108,7 +111,9 @@ def groups_of(config: RunConfig, shrink: int = 1) -> list[Group]:
         passed = rng.permutation(MEMBERS) < rng.integers(1, MEMBERS)
         made.append(
             tuple(
-                _member(config.run, source.name, sample, i, float(passed[i]), bool(source.teachers), shrink, rng)
+                _member(
+                    config.run, source.name, sample, i, float(passed[i]), bool(source.teachers), shrink, rng
+                )
                 for i in range(MEMBERS)
             )
         )

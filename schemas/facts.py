@@ -438,6 +438,12 @@ class SampleShaped(_SampleFact):
         default="sampler", description="who shaped it: the sampler from events alone, or the hook service"
     )
 
+    @model_validator(mode="after")
+    def _whole(self) -> SampleShaped:
+        if self.sidecars and len(self.sidecars) != len(self.advantages):
+            raise ValueError(f"{len(self.sidecars)} sidecars for {len(self.advantages)} advantages")
+        return self
+
     def id(self) -> str:
         return self.sample if self.revision == 0 else f"{self.sample}-r{self.revision}"
 

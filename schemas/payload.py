@@ -80,6 +80,10 @@ class PayloadHeader(Frozen):
                 return column
         raise KeyError(f"payload {self.key} has no column {name!r}; it has {[c.name for c in self.columns]}")
 
+    def has(self, name: str, dtype: DType, shape: tuple[int, ...]) -> bool:
+        """Whether it has the column, in that form."""
+        return (name, dtype, shape) in [(c.name, c.dtype, c.shape) for c in self.columns]
+
 
 class Span(Frozen):
     """Rows [start, end) of a payload."""

@@ -154,8 +154,8 @@ class Plan(Frozen):
             if sequence.advantages is None:
                 continue
             tokens = sum(context.loss_tokens() for context in sequence.contexts)
-            found = {column.name: (column.dtype, column.shape) for column in sequence.advantages.columns}
-            if found.get("advantages") != ("float32", (tokens,)):
+            if not sequence.advantages.has("advantages", "float32", (tokens,)):
+                found = {c.name: (c.dtype, c.shape) for c in sequence.advantages.columns}
                 raise ValueError(
                     f"{self._name()}: sidecar {sequence.advantages.key} of sequence {sequence.sequence}, which has {tokens} loss "
                     f"tokens, must have the column advantages, float32 ({tokens},); it has {found}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from schemas.names import Name
 from schemas.section import Section
@@ -14,6 +15,19 @@ MAX_PENALTIES = 16
 """Rules of one source: each has a bit of a segment's flags."""
 
 
+def _as_json(options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(options, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"options must be JSON values, as they stand in an event: {error}; write dates as text, and leave out infinite numbers"
+        ) from None
+    return options
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_as_json)]
+
+
 class Grader(Section):
     """Who judges the groups of a source, and how long they wait for it."""
 
@@ -21,9 +35,7 @@ class Grader(Section):
         default="none",
         description="none (the verifiers' rewards stand), rubric, command, an entry point of packtrain.graders, or module:function",
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="the grader's own options, validated by it"
-    )
+    options: Options = Field(default_factory=dict, description="the grader's own options, validated by it")
     policy: Literal["wait", "lag"] = Field(
         default="wait",
         description="wait: a group is decided on the grader's rewards, or on its own once the deadline has passed; lag: on its own at once. An answer that comes after that shapes the group anew, if it is in no batch yet",
@@ -34,7 +46,7 @@ class Grader(Section):
         le=86_400,
         description="wait: seconds from sample.completed after which a group waits no more",
     )
-    timeout_s: float = Field(default=120.0, gt=0, le=86_400, description="one try of one group")
+    timeout_s: float = Field(default=120.0, gt=0, le=86_400, description="seconds of one try of one group")
     attempts: int = Field(
         default=3, ge=1, le=100, description="tries of one group before it keeps its own rewards"
     )
@@ -70,12 +82,17 @@ class Teacher(Section):
         description="tokens of one request, with the one that a server samples after them; longer rows go in chunks",
     )
     overlap: int = Field(
-        default=4096, ge=1, description="tokens before a chunk that go with it, for what it is scored upon"
+        default=4096,
+        ge=1,
+        description="tokens before the first loss token of a later chunk that go with it: what it is scored upon, at least",
     )
     concurrency: int = Field(
-        default=16, ge=1, le=10_000, description="sequences that are scored at once, of each source"
+        default=16,
+        ge=1,
+        le=10_000,
+        description="sequences of each source that one teacher process scores at once",
     )
-    timeout_s: float = Field(default=600.0, gt=0, description="one request, with its retries")
+    timeout_s: float = Field(default=600.0, gt=0, description="seconds of one request, with its retries")
 
     _url = field_validator("url")(without_credentials)
 
@@ -104,9 +121,7 @@ class Hook(Section):
     kind: str = Field(
         description="length_penalty, overlong, grpo, dr_grpo, rloo, leave_one_out, reinforce_pp_baseline, redistribute, segment_penalty, opd, opd_topk, an entry point of packtrain.hooks, or module:Class"
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="the hook's own options, validated by it"
-    )
+    options: Options = Field(default_factory=dict, description="the hook's own options, validated by it")
 
 
 Strategy = Literal["monitor", "mask", "scale", "set", "subtract", "weigh"]
@@ -118,16 +133,14 @@ class Penalty(Section):
     rule: str = Field(
         description="malformed_call, unknown_tool, repetition, garbled, nonzero_exit, infra_failure, or module:Class"
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="the rule's own options, validated by it"
-    )
+    options: Options = Field(default_factory=dict, description="the rule's own options, validated by it")
     scope: Literal["segment", "context", "sequence"] = Field(
         default="segment",
         description="what is flagged when a turn is: that turn, its context's turns, or the sequence's",
     )
     strategy: Strategy = Field(
         default="monitor",
-        description="monitor: nothing; mask: not trained; scale, set, subtract: the advantage times, as, or less value; weigh: by the factors of the hook segment_penalty",
+        description="what becomes of a flagged token's advantage. monitor: nothing; mask: it is not trained; scale: it is multiplied by value; set: it is value; subtract: value is taken off; weigh: by the batch's factors, with the hook segment_penalty",
     )
     value: float = Field(default=0.0, ge=-1e6, le=1e6, description="of scale, set and subtract")
     stop: bool = Field(default=False, description="end the rollout (early_stop) when the rule flags a turn")
@@ -144,13 +157,13 @@ class Mixer(Section):
         default=0.5,
         ge=0,
         le=1,
-        description="demand: weight of a source's demand against its deficit, for the order",
+        description="weight of a source's demand against its deficit, in the order of dispatch: by demand, or under in_flight",
     )
     oversample: float = Field(
         default=0.5,
         ge=0,
         le=100,
-        description="demand: groups in play beyond the demand, as a part of it, over all sources",
+        description="demand: groups in play beyond the demand, as a part of it: the mean over all sources",
     )
     oversample_min: float = Field(
         default=0.0, ge=0, le=100, description="demand: that part of one source, at least"

@@ -109,7 +109,10 @@ class Source(Section):
     )
     group_size: int = Field(default=8, ge=1, le=512, description="sequences of one sample")
     oversample: float = Field(
-        default=1.5, ge=1, le=100, description="groups in flight or waiting / groups per batch, at most"
+        default=1.5,
+        ge=1,
+        le=100,
+        description="groups in flight or waiting / groups per batch, at most; not with mixer.dispatch = 'demand'",
     )
     staleness: int = Field(
         default=4, ge=0, description="policy versions that a token may be behind the policy it updates"

@@ -278,9 +278,8 @@ def _rejected(source: SourceView, fact: SampleRejected) -> None:
     source.rejected[fact.reason] += 1
     source.pending_rejected[fact.reason] += 1
     if fact.by == "hook" or (fact.reason == "stale" and fact.sample not in source.in_flight):
-        source.withdrawn += (
-            1  # accepted before, and not shaped, or too old for the batch that would have taken it
-        )
+        # Accepted before, and not shaped, or too old for the batch that would have taken it.
+        source.withdrawn += 1
     source.in_flight.discard(fact.sample)
 
 

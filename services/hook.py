@@ -2,13 +2,15 @@
 `pipeline.signal.shaping`'s.
 
 Promises:
-- of a group it reads the named columns, at the most once each, and nothing else of the store; columns of at most `_ROOM` bytes
-  are in memory at once, or one group's;
+- for a group it reads the named columns, each once for each time that it is shaped, and nothing else of the store; columns of at
+  most `_ROOM` bytes are in work at once, or one group's, and who wants more is not passed by who wants less;
 - `sample.shaped` is in the log after its sidecars are in the store, once, whatever is killed or delivered again; a group's
   revision 1 is there only after its revision 0;
 - while the store is away it waits, and uses up no delivery;
 - a group that hooks cannot shape, `max_deliver` times, is rejected as failed: nothing is trained on advantages that nobody
-  made, and its place is filled. One that cannot be shaped anew keeps the advantages that it has.
+  made, and its place is filled. One that cannot be shaped anew keeps the advantages that it has;
+- hooks that give nothing for `HOOK_S` seconds are given up, and not tried again. Their call goes on, as a thread cannot be ended: of
+  these there are `_THREADS` at most, and with so many, who waits for a thread is given up as well; a log line tells of it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from pipeline.harnesses.blocking import Threads
 from pipeline.log import Delivery, end_tasks, serve_work
 from pipeline.signal.hooks import BadHook, Chain, Columns, Signal, built_in, chain, teacher_of
 from pipeline.signal.shaping import (
@@ -42,6 +45,7 @@ from schemas.facts import (
     SampleAccepted,
     SampleCompleted,
     SampleGraded,
+    SampleRejected,
     SampleShaped,
     SequenceFinished,
     SequenceScored,
@@ -57,6 +61,9 @@ _GROUPS = 16
 _LOOKUPS = 64
 """Facts that are asked for at once."""
 _ROOM = 1 << 30
+HOOK_S = 300.0
+"""For the hooks of one group, with the wait for a thread."""
+_THREADS = 2 * _GROUPS
 _FactT = TypeVar("_FactT", bound=Fact)
 _Read = tuple[PayloadHeader, dict[str, str], list[Span] | None]
 """Of one object: its header, its columns' names by those in the chain, and the rows (None: all)."""
@@ -78,12 +85,17 @@ async def serve(ctx: Context, ack_wait_s: float = ACK_WAIT_S, max_deliver: int =
             )
         )
     finally:
+        shaper.close()
         ctx.logger.info(
             "shaped %d groups; read %d bytes of the store, where the columns that their hooks name have %d",
             shaper.groups,
             shaper.bytes_read,
             shaper.bytes_named,
         )
+
+
+class Hung(Exception):
+    """Hooks that gave nothing in their time; the message is for people."""
 
 
 class Shaper:
@@ -97,26 +109,45 @@ class Shaper:
                 self.chains[source.name] = source, chain(source)
         self._lookups = asyncio.Semaphore(_LOOKUPS)
         self._room = Room(_ROOM)
+        self._threads = Threads(_THREADS, ctx.measures.waits)
         self.groups = self.bytes_read = self.bytes_named = 0
+
+    def close(self) -> None:
+        """Ends the threads that are idle."""
+        self._threads.close()
 
     async def accepted(self, delivery: Delivery) -> None:
         fact = delivery.event.fact
         assert isinstance(fact, SampleAccepted)
-        if fact.source in self.chains:
-            await self.shape(delivery.event, 0)
-        await delivery.ack()
+        try:
+            if fact.source in self.chains:
+                await self.shape(delivery.event, 0)
+        except Hung as error:
+            await self.reject(delivery, str(error))
+            await delivery.bury(str(error))
+        else:
+            await delivery.ack()
 
     async def graded(self, delivery: Delivery) -> None:
         fact = delivery.event.fact
         assert isinstance(fact, SampleGraded)
-        if fact.revision and fact.source in self.chains:
-            accepted = await self._ctx.log.last(SampleAccepted.type, fact.source, fact.sample)
-            # What came before a group was accepted is in its first revision.
-            if accepted is not None and accepted.seq < delivery.event.seq:
-                first = await self._ctx.log.last(SampleShaped.type, fact.source, fact.sample)
-                if first is not None or await self.shape(accepted, 0):
-                    await self.shape(accepted, fact.revision, delivery.event)
-        await delivery.ack()
+        try:
+            if fact.revision and fact.source in self.chains:
+                await self._anew(fact, delivery.event)
+        except Hung as error:
+            await delivery.bury(str(error))
+        else:
+            await delivery.ack()
+
+    async def _anew(self, late: SampleGraded, event: Event) -> None:
+        accepted = await self._ctx.log.last(SampleAccepted.type, late.source, late.sample)
+        # What came before a group was accepted is in its first revision.
+        if accepted is not None and accepted.seq < event.seq:
+            if await self._ctx.log.last(SampleRejected.type, late.source, late.sample) is not None:
+                return
+            first = await self._ctx.log.last(SampleShaped.type, late.source, late.sample)
+            if first is not None or await self.shape(accepted, 0):
+                await self.shape(accepted, late.revision, event)
 
     async def reject(self, delivery: Delivery, _: str) -> None:
         """The last word on a group that cannot be shaped."""
@@ -126,8 +157,8 @@ class Shaper:
             await self._ctx.log.publish(rejected(fact), delivery.event)
 
     async def shape(self, accepted: Event, revision: int, cause: Event | None = None) -> bool:
-        """Publishes what becomes of an accepted group of a source of ours; False: a rejection. Raises BadHook, what a hook raises,
-        StoreError, BodyTooLarge."""
+        """Publishes what becomes of an accepted group of a source of ours; False: a rejection. Raises BadHook, Hung, what a hook
+        raises, StoreError, BodyTooLarge."""
         fact = accepted.fact
         assert isinstance(fact, SampleAccepted)
         source, hooks = self.chains[fact.source]
@@ -140,7 +171,7 @@ class Shaper:
                 lambda: _all(_columns(store, *both) for both in zip(group.finished, reads, strict=True)),
                 self._ctx.logger,
             )
-            signal = await asyncio.to_thread(hooks.run, group.signal(columns))
+            signal = await self._run(hooks, group.signal(columns))
             if not revision and source.accept.drop_all_zero and all_zero(signal):
                 result = rejected(fact, "all_zero")
             else:
@@ -151,6 +182,23 @@ class Shaper:
         self.bytes_named += named
         await self._ctx.log.publish(result, cause or accepted)
         return isinstance(result, SampleShaped)
+
+    async def _run(self, hooks: Chain, signal: Signal) -> Signal:
+        named = f"its hooks ({', '.join(hooks.kinds)})"
+
+        def run() -> Signal:
+            return hooks.run(signal)
+
+        # Under which the log tells of a call that goes on.
+        run.__qualname__ = named
+        limit = asyncio.timeout(HOOK_S)
+        try:
+            async with limit:
+                return await self._threads.run(run)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise Hung(f"{named} gave nothing in {HOOK_S:g} s") from error
 
     async def _gather(
         self, accepted: Event, source: Source, hooks: Chain, revision: int
@@ -238,11 +286,13 @@ class Room:
     def __init__(self, size: int) -> None:
         self._size = size
         self._taken = 0
+        self._turn = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        async with self._changed:
+        # In turn: past those that take little, one that wants much would wait for ever.
+        async with self._turn, self._changed:
             await self._changed.wait_for(lambda: not self._taken or self._taken + size <= self._size)
             self._taken += size
         try:

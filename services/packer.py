@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -25,15 +24,13 @@ from pipeline.feed.memfd import Layout, plan_layout, seal
 from pipeline.feed.server import WindowRefused, listen, serve_windows
 from pipeline.feed.wire import Answer, socket_path
 from pipeline.log import end_tasks
-from pipeline.store import ObjectStore, StoreError, StoreUnavailable
+from pipeline.store import ObjectStore, StoreError
+from pipeline.store.outage import outlasting
 from pipeline.store.payload import read_columns
 from schemas.envelope import Event
 from schemas.facts import BatchYielded, StepTrained, WindowPacked
 from schemas.plan import Plan
 from services.process import Context
-
-_OUTAGE_RETRY_S = 1.0
-_T = TypeVar("_T")
 
 
 async def serve(ctx: Context) -> None:
@@ -241,7 +238,7 @@ class Packer:
     async def _load(self, event: Event, fact: BatchYielded) -> None:
         dp = self._ctx.index
         try:
-            body = await self._while_available(lambda: self._ctx.store.get(fact.plan))
+            body = await outlasting(lambda: self._ctx.store.get(fact.plan), self._ctx.logger)
             planned = await asyncio.to_thread(_read_plan, body, self._ctx.run, fact, dp, event)
         except (StoreError, ValueError, IndexError) as error:
             reason = f"the plan of step {fact.step} cannot be used: {error}"
@@ -256,7 +253,7 @@ class Packer:
         scope = self._ctx.store.scope()
         planned = standing.planned
         try:
-            columns = await self._while_available(lambda: _fetch(scope, planned.window))
+            columns = await outlasting(lambda: _fetch(scope, planned.window), self._ctx.logger)
             # A thread cannot be cancelled: it is waited for, so that its descriptor is never lost.
             sealing = asyncio.create_task(asyncio.to_thread(_seal, planned, columns))
             try:
@@ -289,22 +286,6 @@ class Packer:
         """A fault that nobody foresaw ends the service: a rank must not wait for ever for a window that will not come."""
         if not task.cancelled() and (error := task.exception()) is not None and not self.fault.done():
             self.fault.set_exception(error)
-
-    async def _while_available(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """The attempt's result, however long the store is away."""
-        outage = False
-        while True:
-            try:
-                result = await attempt()
-            except StoreUnavailable as error:
-                if not outage:
-                    self._ctx.logger.warning("waiting for the store: %s", error)
-                outage = True
-                await asyncio.sleep(_OUTAGE_RETRY_S)
-            else:
-                if outage:
-                    self._ctx.logger.info("the store is back")
-                return result
 
 
 def _read_plan(body: bytes, run: str, fact: BatchYielded, dp: int, event: Event) -> dict[WindowId, _Planned]:

@@ -2,12 +2,13 @@
 
 Each command is a process of its own: arguments, streams, environment, directory and exit status are those of a shell, and
 `services.cli.main.main` is all that it does. What only a fresh interpreter shows, as that a command imports what it needs,
-is for one: `fresh`. Every command has a test with one.
+is for one: `fresh`, which tests of each group of commands ask for once.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -53,7 +54,7 @@ class _Forks:
         # Streams of its own, none of them a terminal's: those of its forks are others.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.commands import serve; serve()"],
-            stdin=theirs, stdout=subprocess.DEVNULL, cwd="/",
+            stdin=theirs.fileno(), stdout=subprocess.DEVNULL, cwd="/",
         )  # fmt: skip
         theirs.close()
 
@@ -77,10 +78,14 @@ class _Forks:
             pid = self._told(None)
             try:
                 status = self._told(timeout_s)
-            except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
+            except BaseException as error:
+                # A test's own timeout, too: what is told next is to be of the next command.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
                 self._told(None)
-                raise subprocess.TimeoutExpired(argv, timeout_s) from None
+                if isinstance(error, TimeoutError):
+                    raise subprocess.TimeoutExpired(argv, timeout_s) from None
+                raise
             for file in (out, err):
                 file.seek(0)
             return subprocess.CompletedProcess(argv, status, out.read(), err.read())

@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    # Tests that end the broker's process have one of their own; no test ends the machine, which is what syncing is for.
+    server = NatsServer(tmp_path_factory.mktemp("nats"), sync="2m")
     server.start()
     yield server
     server.stop()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import numpy as np
+from nats.js.errors import NotFoundError
 
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.engines.policies import TINY, policy_dir
@@ -86,9 +88,11 @@ async def settled(log: Log) -> None:
     """Every group that was completed is acknowledged."""
     async with asyncio.timeout(20):
         while True:
-            info = await log.js.consumer_info(log.stream, "grader")
-            if not info.num_ack_pending and not info.num_pending:
-                return
+            # The service may not have begun to read.
+            with contextlib.suppress(NotFoundError):
+                info = await log.js.consumer_info(log.stream, "grader")
+                if not info.num_ack_pending and not info.num_pending:
+                    return
             await asyncio.sleep(0.01)
 
 

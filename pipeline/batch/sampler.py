@@ -178,7 +178,12 @@ class SamplerCore:
     def _shaped(self, fact: SampleShaped, event: Event) -> list[Decision]:
         assert self.decisions is not None
         group = self.groups.get(fact.sample)
-        if group is None or group.shaped_seq != event.seq:
+        if group is None or fact.revision:
+            return []
+        if not group.shaped_seq and group.accepted and not self._duplicate(group):
+            # They are not about the group, and nobody makes others.
+            return [Decision(withdrawn(group, "failed"))]
+        if group.shaped_seq != event.seq:
             return []
         if staleness(group, self.yielded + 1) > self.decisions.source(group.source).staleness:
             # It became too old between its acceptance and this. In no batch that is on its way: those are of later steps.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -151,12 +151,17 @@ def plan_window(plan: Plan, dp: int, microbatch: int) -> Window:
     for sequence, members in homes.items():
         header = plan.sequences[sequence].advantages
         if header is not None:
-            lengths = (context.loss_tokens() for context in plan.sequences[sequence].contexts)
-            bounds = list(accumulate(lengths, initial=0))
-            of = [columns.context[rows[r].index] for r in members]
-            spans = tuple(Span(start=bounds[c], end=bounds[c + 1]) for c in of)
+            places = _sidecar_rows(plan.sequences[sequence].contexts)
+            spans = tuple(places[columns.context[rows[r].index]] for r in members)
             reads.append(Read(sequence, header, spans, tuple(members), READ_SIDECAR))
     return Window(plan.step, dp, microbatch, tuple(rows), tuple(reads))
+
+
+def _sidecar_rows(contexts: Sequence[ContextMeta]) -> dict[int, Span]:
+    """Of each context its rows of the sidecar, which has the loss tokens in payload order."""
+    order = sorted(range(len(contexts)), key=lambda c: contexts[c].offset)
+    bounds = accumulate((contexts[c].loss_tokens() for c in order), initial=0)
+    return {c: Span(start=a, end=b) for c, (a, b) in zip(order, pairwise(bounds), strict=True)}
 
 
 def _changes(plan: Plan, row: int) -> Changes | None:

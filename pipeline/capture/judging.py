@@ -1,7 +1,7 @@
 """What rules say of a session's turns, in its tree and in its journal.
 
 Promises:
-- a turn is judged before its answer goes out, and what follows it when the request that brings it is let in, before that
+- a turn is judged before its answer is whole, and what follows it when the request that brings it is let in, before that
   request's own turn is sampled; the journal has both, so a host that is killed loses none;
 - a rule of a penalty with `stop` ends the rollout: the turn that it flags is answered, and no other is sampled;
 - where a rule fails, nobody knows what the turn's flags are: the session samples no more and leaves the journal, and

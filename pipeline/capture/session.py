@@ -231,6 +231,8 @@ class Session:
         # Before it may wait for other calls: so clients get their pings meanwhile.
         turn.start(len(prompt))
         async with self._budget.tokens(min(limits)) as granted:
+            # A call that it waited for may have ended the rollout.
+            self._judging.check()
             given = _Prompt(asked, match, rendered, lead, opening, prompt)
             return await self._generate(turn, call, kind, given, granted)
 

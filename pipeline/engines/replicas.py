@@ -213,18 +213,22 @@ class Replicas:
         session_id: str = "",
         within: float | None = None,
     ) -> Scores:
-        """Log-probabilities of a sequence, from one replica. Raises EngineRefused, EngineUnavailable."""
+        """Log-probabilities of a sequence, from one replica. Raises EngineRefused, EngineUnavailable. Asked for anew, they have
+        a number behind `request_id`: a replica may still be at the first."""
         deadline = time.monotonic() + (self._timeout if within is None else within)
         trying = _Trying(session_id, deadline)
+        name, number = request_id, 0
         while True:
             state = await self._next(trying)
             state.in_flight += 1
             try:
-                return await state.replica.score(token_ids, top_k, request_id, session_id, deadline)
+                return await state.replica.score(token_ids, top_k, name, session_id, deadline)
             except (Broken, EngineUnavailable) as error:
                 self._failed(trying, state, error)
             finally:
                 state.in_flight -= 1
+            number += 1
+            name = f"{request_id}-r{number}"
 
     async def version(self) -> int:
         """The oldest weight version of the replicas that are up. Raises EngineUnavailable when none says its."""

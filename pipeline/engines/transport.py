@@ -2,7 +2,7 @@
 
 Promises: what blames the request (400, 413, 422, also inside a stream that began with 200) is EngineRefused; what blames
 the deployment (401, 403, 404) is EngineUnavailable; everything else is `Broken`: worth another try. The token is sent as
-a header and never part of a message.
+a header and never part of a message, also where the engine says it back.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Transport:
 
     def __init__(self, base_url: str, token: str | None = None) -> None:
         self.base = base_url.rstrip("/")
+        self._token = token
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
 
@@ -130,8 +131,9 @@ class Transport:
             ) as response:
                 body = await response.read()
                 if response.status != 200:
-                    shown = body[:300].decode(errors="replace")
-                    raise EngineUnavailable(f"{self.base}{path} answered {response.status}: {shown}")
+                    raise EngineUnavailable(
+                        f"{self.base}{path} answered {response.status}: {self._shown(body, 300)}"
+                    )
             answer: object = orjson.loads(body) if body else {}
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
             raise EngineUnavailable(f"{self.base}{path}: {error!r}") from error
@@ -177,10 +179,15 @@ class Transport:
             raise Broken(repr(error)) from error
         async with response:
             if response.status != 200:
-                shown = (await _read(response))[:500].decode(errors="replace")
+                shown = self._shown(await _read(response), 500)
                 after = response.headers.get("Retry-After", "")
                 raise self._meaning(response.status, shown, float(after) if after.isdigit() else 0.0)
             yield response
+
+    def _shown(self, body: bytes, most: int) -> str:
+        """The beginning of an answer, for people. Some say which key they refuse."""
+        text = body.decode(errors="replace")
+        return (text.replace(self._token, "[token]") if self._token else text)[:most]
 
     def _meaning(self, status: int, message: str, after: float) -> Exception:
         reason = f"status {status}: {message}"

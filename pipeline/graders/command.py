@@ -25,7 +25,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ class Command:
         if not self._cleared:
             self._cleared = True
             await asyncio.to_thread(clear, Path(tempfile.gettempdir()))
-        with tempfile.TemporaryDirectory(prefix=f"{owned(_OURS)}-", ignore_cleanup_errors=True) as directory:
-            root = Path(directory)
+        root = Path(tempfile.mkdtemp(prefix=f"{owned(_OURS)}-"))
+        try:
             workspace = root / "group"
             workspace.mkdir()
             await self._write(group, workspace)
@@ -90,11 +90,14 @@ class Command:
                 return graded(group.completed, parse((root / "out").open("rb").read(MAX_ANSWER + 1))), 0.0
             except Unusable as error:
                 raise GraderFailed(f"its output is not usable: {error}") from None
+        finally:
+            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 
     async def close(self) -> None:
         """Holds nothing."""
 
     async def _write(self, group: Material, workspace: Path) -> None:
+        """What is long is written on threads: groups of other sources are on the same loop."""
         assert group.fetch is not None
         left_out: list[str] = []
         for sequence, artefacts in (group.artefacts or {}).items():
@@ -104,13 +107,26 @@ class Command:
                     continue
                 place = workspace / "artefacts" / sequence
                 place.mkdir(parents=True, exist_ok=True)
-                (place / artefact.name).write_bytes(await group.fetch(artefact))
-        (workspace / "transcripts").mkdir()
-        for said in group.transcripts:
-            (workspace / "transcripts" / f"{said.sequence}.json").write_bytes(orjson.dumps(said.as_json()))
-        (workspace / "task.json").write_bytes(orjson.dumps(group.task))
-        told = {**group.completed.model_dump(mode="json"), "left_out": left_out}
-        (workspace / "group.json").write_bytes(orjson.dumps(told))
+                await _whole((place / artefact.name).write_bytes, await group.fetch(artefact))
+        await _whole(_describe, group, workspace, left_out)
+
+
+async def _whole(write: Callable[..., object], *given: object) -> None:
+    """On a thread, and to its end also when it is cancelled: what it writes is removed after it."""
+    writing = asyncio.ensure_future(asyncio.to_thread(write, *given))
+    try:
+        await asyncio.shield(writing)
+    finally:
+        await asyncio.wait({writing})
+
+
+def _describe(group: Material, workspace: Path, left_out: list[str]) -> None:
+    (workspace / "transcripts").mkdir()
+    for said in group.transcripts:
+        (workspace / "transcripts" / f"{said.sequence}.json").write_bytes(orjson.dumps(said.as_json()))
+    (workspace / "task.json").write_bytes(orjson.dumps(group.task))
+    told = {**group.completed.model_dump(mode="json"), "left_out": left_out}
+    (workspace / "group.json").write_bytes(orjson.dumps(told))
 
 
 async def _run(argv: tuple[str, ...], cwd: Path, out: Path, err: Path) -> int:

@@ -1,7 +1,8 @@
 """A Python grader: other people's function, which may block, hang, or raise anything.
 
 Promises:
-- a plain function runs on a thread of its own and blocks nobody; a coroutine function runs on the service's loop, and must not block;
+- a plain function runs on a thread of its own, and what it yields is taken there, and blocks nobody; a coroutine function runs on the
+  service's loop, and must not block;
 - a call that is given up goes on, as a thread cannot be ended: it is counted in `hung`, and from `MOST_HUNG` of them on no other is
   begun before one has returned. The process ends under them.
 """
@@ -45,8 +46,9 @@ class Function:
     async def judge(self, group: Material) -> tuple[Graded, float]:
         given = (group.completed, group.transcripts) if self.needs else (group.completed,)
         try:
-            said = await self._function(*given) if self._waits else await self._threaded(*given)
-            return understood(group.completed, said), 0.0
+            if self._waits:
+                return understood(group.completed, await self._function(*given)), 0.0
+            return await self._threaded(lambda: understood(group.completed, self._function(*given))), 0.0
         except Unusable as error:
             raise GraderFailed(str(error)) from None
         # Whatever a plug-in raises; SystemExit would end the service.
@@ -55,14 +57,14 @@ class Function:
                 raise
             raise GraderFailed(f"{type(error).__name__}: {error}") from error
 
-    async def _threaded(self, *given: object) -> object:
+    async def _threaded(self, grade: Callable[[], Graded]) -> Graded:
         if self.hung >= MOST_HUNG:
             raise GraderFailed(f"{self.hung} calls of {self._kind} hang: give what it waits for a time limit")
         key = object()
 
-        def call() -> object:
+        def call() -> Graded:
             try:
-                return self._function(*given)
+                return grade()
             finally:
                 self._calls.discard(key)
 

@@ -7,7 +7,7 @@ Promises:
 - transcripts are data: they go as JSON, in one block between two lines that hold a digest of it, which nothing inside can hold; and
   whatever they talk the judge into, its answer is only ever parsed as the schema (`pipeline.signal.grading`);
 - one request is one try: no redirect is followed, of the response at most `MAX_RESPONSE` bytes are read, and no proxy or credential
-  is taken from the environment. The token comes from a file, goes as a header, and is in no message;
+  is taken from the environment. The token comes from a file, goes as a header, and is in no message, also where a server says it back;
 - 408, 425, 429 and 5xx are worth another try, not before what `Retry-After` says; every other status is not.
 """
 
@@ -108,7 +108,7 @@ class Rubric:
         self._options = Options.model_validate(dict(options))
         self._rubric = self._options.rubric or _text(self._options.rubric_file)
         # Read now, so that a file that is not there is told when the run begins; and for each request, as tokens are renewed.
-        self._headers()
+        self._token()
         self._http: aiohttp.ClientSession | None = None
 
     async def judge(self, group: Material) -> tuple[Graded, float]:
@@ -135,12 +135,9 @@ class Rubric:
         if self._http is not None:
             await self._http.close()
 
-    def _headers(self) -> dict[str, str]:
-        if not self._options.token_file:
-            return {}
-        return {
-            "Authorization": f"Bearer {read_secret(self._options.token_file, 'grader.options.token_file')}"
-        }
+    def _token(self) -> str:
+        file = self._options.token_file
+        return read_secret(file, "grader.options.token_file") if file else ""
 
     async def _asked(self, body: bytes) -> bytes:
         """The body of a response of status 200. Its time is the caller's."""
@@ -152,9 +149,16 @@ class Rubric:
             )
         url = f"{self._options.url}/chat/completions"
         try:
-            headers = {"Content-Type": "application/json", **self._headers()}
+            token = self._token()
+            headers = {
+                "Content-Type": "application/json",
+                **({"Authorization": f"Bearer {token}"} if token else {}),
+            }
             async with self._http.post(url, data=body, headers=headers, allow_redirects=False) as response:
                 data = await _bounded(response)
+                if token:
+                    # Some say which key they refuse; what they say goes into events.
+                    data = data.replace(token.encode(), b"[token]")
                 status, after = response.status, response.headers.get("Retry-After", "")
         except SecretUnreadable as error:
             raise GraderFailed(str(error)) from None

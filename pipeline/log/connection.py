@@ -11,7 +11,6 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
 import logging
 import re
@@ -22,7 +21,6 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.api import RawStreamMsg
 from nats.protocol.command import hpub_cmd  # pyright: ignore[reportUnknownVariableType]  # untyped in nats-py
 
 from pipeline.secret_file import SecretUnreadable, read_secret
@@ -39,23 +37,17 @@ class BrokerUnavailable(ConnectionError):
     """The broker cannot be used; the message names its address, the reason and the remedy."""
 
 
-class _JetStream(JetStreamContext):
-    """Reads a message by sequence or subject as it is delivered: nats-py parses these headers as mail, which mangles what is
-    not ASCII and gives what is no str."""
+class _AsDelivered:
+    """Reads the headers of a message that is asked for by sequence or subject as those of one that is delivered: nats-py parses
+    them as mail, which mangles what is not ASCII, gives what is no str, and takes a sixth of such a request's time."""
 
-    async def get_msg(
-        self,
-        stream_name: str,
-        seq: int | None = None,
-        subject: str | None = None,
-        direct: bool | None = False,
-        next: bool | None = False,
-    ) -> RawStreamMsg:
-        raw = await super().get_msg(stream_name, seq, subject, direct, next)
-        if raw.hdrs:
-            _, _, lines = base64.b64decode(raw.hdrs).partition(b"\r\n")
-            raw.headers = Client._parse_header_lines(lines) or None  # pyright: ignore[reportPrivateUsage]  # as it is delivered
-        return raw
+    parsebytes = staticmethod(Client._parse_header_lines)  # pyright: ignore[reportPrivateUsage]  # as they are delivered
+
+
+class _JetStream(JetStreamContext):
+    def __init__(self, client: Client, **opts: Any) -> None:
+        super().__init__(client, **opts)
+        self._hdr_parser = _AsDelivered()  # pyright: ignore[reportIncompatibleUnannotatedOverride, reportAttributeAccessIssue]  # all of a parser that it uses
 
 
 class _Connection(Client):

@@ -1,7 +1,7 @@
 """The decision part of a run's configuration with some values changed.
 
 Promises:
-- only what enters the log in `run.started` can be changed: steps, batch and sources; a source is addressed by its name;
+- only what enters the log in `run.started` can be changed: steps, batch, mixer and sources; a source is addressed by its name;
 - what comes out is as valid as what a run could start with, its built-in hooks too; else one `BadChange` names path, value and what is wrong.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from pipeline.signal.hooks import built_in, chain
+from pipeline.signal.hooks import BadHook, built_in, chain
 from schemas.config import Decisions
 
 
@@ -53,7 +53,10 @@ def change(recorded: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> 
             # Other people's hooks are not imported here: a replay does not run them.
             if built_in(source):
                 chain(source)
-        except ValueError as error:
+        except ValidationError as error:
+            faults = (_fault(d, {}) for d in error.errors(include_url=False))
+            raise BadChange("\n".join(f"sources.{source.name}.hooks: {fault}" for fault in faults)) from error
+        except BadHook as error:
             raise BadChange(f"sources.{source.name}.hooks: {error}") from error
     if not decisions.training():
         raise BadChange("no source has groups > 0: there would be no batch")

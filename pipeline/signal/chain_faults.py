@@ -23,12 +23,21 @@ def chain_faults(config: RunConfig, source: Source) -> Iterator[str]:
         yield str(error)
         return
     yield from _columns(config, source, hooks)
+    if not source.groups:
+        return
     if hooks.pure:
         members = tuple(Member(str(i), generated=i + 1, loss_tokens=i + 1) for i in range(source.group_size))
+        rewards = np.arange(1, source.group_size + 1, dtype=np.float64) % 2
         try:
-            hooks.run(Signal(members, np.arange(source.group_size, dtype=np.float64) % 2))
+            made = hooks.run(Signal(members, rewards)).made()
         except BadHook as error:
             yield f"no group of group_size {source.group_size} could be shaped: {error}"
+            return
+        if source.accept.drop_all_zero and not made.any():
+            yield (
+                f"advantages of a group of group_size {source.group_size} are all zero, so that each would be dropped: raise group_size, or "
+                "set accept.drop_all_zero = false"
+            )
         return
     most = largest_group(config.run, source, config.agent_loop.max_attempts)
     if source.group_size > most:

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, cast
 
 from pydantic import Field, ValidationError, field_validator
@@ -144,12 +144,16 @@ def understood(completed: SampleCompleted, said: object) -> Graded:
         # Text is a row of characters: not meant as rewards, whatever the group's size.
         if isinstance(said, (str, bytes)):
             raise TypeError("text is no list of rewards")
-        rewards = tuple(float(reward) for reward in cast("Iterable[Any]", said))
+        # No more than one too many of them: a generator may have no end.
+        given = islice(cast("Iterable[Any]", said), len(completed.rewards) + 1)
+        rewards = tuple(float(reward) for reward in given)
     # Its items may raise anything, being a plug-in's.
     except Exception as error:
         raise Unusable(f"it gave no rewards: {type(error).__name__}: {error}") from None
     if len(rewards) != len(completed.rewards):
-        raise Unusable(f"gave {len(rewards)} rewards for {len(completed.rewards)} sequences")
+        most = len(completed.rewards)
+        count = f"more than {most}" if len(rewards) > most else str(len(rewards))
+        raise Unusable(f"gave {count} rewards for {most} sequences")
     try:
         SampleGraded(source=completed.source, sample=completed.sample, grader="x", rewards=rewards)
     except ValidationError:

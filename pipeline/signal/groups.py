@@ -245,7 +245,7 @@ class Groups:
         """Advantages of a higher revision stand, whichever comes first. The group waits from its revision 0 on: only that,
         or a rejection, says whether it can be shaped. What is not about the group changes nothing."""
         group = self._groups.get(fact.sample)
-        if group is None or not group.accepted or len(fact.advantages) != len(group.finished):
+        if group is None or not group.accepted or not _fits(fact, group):
             return
         if fact.revision >= group.revision:
             group.revision, group.advantages = fact.revision, fact.advantages
@@ -289,3 +289,11 @@ class Groups:
             for group in self._groups.values()
             if group.accepted and not group.twin
         }
+
+
+def _fits(fact: SampleShaped, group: Group) -> bool:
+    """Whether the advantages are the group's: one for each finished sequence, and in a sidecar one for each of its loss tokens."""
+    return len(fact.advantages) == len(group.finished) and all(
+        header is None or header.has("advantages", "float32", (finished.rows,))
+        for finished, header in zip(group.ordered(), fact.sidecars, strict=False)
+    )

@@ -4,7 +4,8 @@ Promises:
 - a hook is a pure function from one `Signal` to the next, and reads no column but those that it names;
 - a chain has hooks of three stages in this order: those that change rewards, the one that makes advantages of them, those
   that change advantages;
-- what comes out has one finite advantage a member, and of a member with advantages by token one for each of its loss tokens;
+- what comes out has one finite advantage a member, and of a member with advantages by token one for each of its loss tokens,
+  also as float32, in which they are trained;
 - no hook puts a group's members in another order, or changes advantages that those by token stand for;
 - a chain of built-in hooks that name no column depends on events alone: `Chain.pure`.
 
@@ -59,6 +60,7 @@ _WEIGHS_ONE = (
     "scale, set, subtract or mask"
 )
 _ORDER: Mapping[Stage, int] = {"rewards": 0, "advantages": 1, "after": 2}
+_LARGEST = float(np.finfo(np.float32).max)
 _SHOWN = 512
 """Numbers that an error tells one by one: the largest group."""
 
@@ -269,7 +271,9 @@ def _checked(kind: str, before: Signal, signal: Signal) -> Signal:
         raise BadHook(f"hook {kind!r} gave other members, or in another order, than it was given")
     for name, array in (("rewards", signal.rewards), ("advantages", signal.advantages)):
         if array is not None and not _finite(array, (n,)):
-            raise BadHook(f"hook {kind!r} gave {name} that are not {n} finite numbers: {_shown(array)}")
+            raise BadHook(
+                f"hook {kind!r} gave {name} that are not {n} finite numbers: {_shown(array)}; they are trained as float32"
+            )
     if before.tokens and signal.tokens is before.tokens and not _equal(before.advantages, signal.advantages):
         raise BadHook(
             f"hook {kind!r} changed advantages of sequences where those by token stand for them; change `tokens`, or put it before "
@@ -290,7 +294,10 @@ def _finite(array: object, shape: tuple[int, ...]) -> bool:
     if not isinstance(array, np.ndarray):
         return False
     numbers = cast("npt.NDArray[Any]", array)
-    return numbers.dtype.kind in "fiub" and numbers.shape == shape and bool(np.isfinite(numbers).all())
+    # NaN is under no limit. Those that are larger would be infinite where they are packed.
+    return (
+        numbers.dtype.kind in "fiub" and numbers.shape == shape and bool((np.abs(numbers) <= _LARGEST).all())
+    )
 
 
 def _equal(one: Array | None, other: Array | None) -> bool:

@@ -152,13 +152,16 @@ def _all_zero(group: Group, made: Sequence[float]) -> bool:
 
 def shape(group: Group, source: Source, revision: int) -> SampleShaped | SampleRejected | None:
     """The accepted group's advantages, in member order; None where another service shapes it, or where a late grading gave
-    none: the earlier ones stand."""
+    none: the earlier ones stand. Or that it is not trained after all: they fail, or are all zero."""
     try:
         made = advantages(group, source)
     except ValueError:
         return None if revision else withdrawn(group, "failed")
     if made is None:
         return None
+    if not revision and source.accept.drop_all_zero and _all_zero(group, made):
+        # A late grading came between its judgement and its acceptance.
+        return withdrawn(group, "all_zero")
     return SampleShaped(
         source=group.source,
         sample=group.sample,
@@ -168,6 +171,6 @@ def shape(group: Group, source: Source, revision: int) -> SampleShaped | SampleR
     )
 
 
-def withdrawn(group: Group, reason: Literal["failed", "stale", "duplicate"]) -> SampleRejected:
+def withdrawn(group: Group, reason: Literal["failed", "stale", "duplicate", "all_zero"]) -> SampleRejected:
     """An accepted group that will not be trained after all."""
     return SampleRejected(source=group.source, sample=group.sample, reason=reason, tokens=group.tokens())

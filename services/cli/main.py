@@ -198,7 +198,9 @@ def status(
 def service(
     name: Annotated[
         str,
-        typer.Argument(help="dispatcher, agent-loop, harness, grader, sampler, packer, trainer or engine."),
+        typer.Argument(
+            help="dispatcher, agent-loop, harness, grader, teacher, sampler, hook, packer, trainer or engine."
+        ),
     ],
     config: Annotated[Path, typer.Option(help="The run's config.toml.")],
     index: Annotated[int, typer.Option(min=0, help="Which host, packer or rank this is.")] = 0,

@@ -70,10 +70,7 @@ async def _fetch(store: ObjectStore, key: str, config: RunConfig) -> tuple[Paylo
     """A payload's header, its columns, and the keys of its sidecars."""
     header, columns = await _read(store, key)
     teachers = [
-        f"teacher.{t}"
-        for source in config.sources
-        if f"/payloads/{source.name}/" in key
-        for t in source.teachers
+        f"teacher.{t}" for source in config.sources if f"/{source.name}/" in key for t in source.teachers
     ]
     beside = [sidecar_key(key, name) for name in (*teachers, *_SHAPED)]
     return header, columns, [each for each in beside if await store.size(each) is not None]

@@ -41,7 +41,7 @@ def replay(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="A changed configuration: its steps, batch and sources instead of the recorded. It does not name the run."
+            help="A changed configuration: its steps, batch, mixer and sources instead of the recorded. It does not name the run."
         ),
     ] = None,
     directory: _Runs = DEFAULT_DIRECTORY,

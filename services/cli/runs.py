@@ -13,13 +13,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipeline.config import load
 from pipeline.signal.hooks import built_in, chain
-from schemas.config import RunConfig
+from schemas.config import Decisions, RunConfig
 from services.cli.embedded import LaunchError, is_embedded
 from services.cli.reach import read_record
 from services.cli.service import label
@@ -116,7 +119,7 @@ def differences(
     record: other weights or other objects would make two runs of one; and the pools' shares of a host budget.
     """
     mine = _plain(config.decisions())
-    theirs = _plain(dict(decisions)) if decisions is not None else mine
+    theirs = _known(decisions) if decisions is not None else mine
     out = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
     recorded = read_record(record)
     if recorded.engine.policy != config.engine.policy:
@@ -152,6 +155,13 @@ def _check_broker(config: RunConfig, name: str, directory: Path) -> None:
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(value))
+
+
+def _known(decisions: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a run.started, as this release would write them: one of an older release lacks the keys that came since."""
+    with suppress(ValidationError):
+        return _plain(Decisions.model_validate(decisions).model_dump(mode="json"))
+    return _plain(dict(decisions))
 
 
 @dataclass(frozen=True)

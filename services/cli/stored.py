@@ -25,11 +25,12 @@ class Kind:
 _KINDS: dict[str, Kind] = {
     r"artefacts/[^/]+/[^/]+": Kind("an artefact, which a trial left to be looked at", True),
     r"grading/[^/]+/[^/]+\.json": Kind("a grader's report on a group (JSON)", True),
+    r"inherited/[^/]+\.json": Kind("the facts of another run's groups (JSON)", True),
     r"plans/[^/]+\.json": Kind("the plan of a batch (JSON), which packers read", False),
     r"weights/[^/]+": Kind("the weights after a step (safetensors)", False),
     r"optimizer/[^/]+": Kind("the optimizer's state after a step (safetensors)", False),
 }
-_SIDECAR = re.compile(r"(runs/[^/]+/payloads/[^/]+/[^/.]+)\.([^/]+)\.safetensors")
+_SIDECAR = re.compile(r"(runs/[^/]+/(?:payloads|inherited)/[^/]+/[^/.]+)\.([^/]+)\.safetensors")
 
 
 def kind(key: str) -> Kind | None:

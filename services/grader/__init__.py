@@ -11,7 +11,7 @@ from pipeline.graders.base import NONE, make
 from pipeline.log import Delivery, serve_work
 from pipeline.signal.grading import Graded, graded_fact, kept_fact
 from schemas.facts import SampleCompleted
-from services.grader.judging import Judging, Limits
+from services.grader.judging import Judging, Late, Limits
 from services.grader.reading import Reader
 from services.process import Context
 
@@ -24,8 +24,11 @@ async def serve(ctx: Context, limits: Limits = _LIMITS) -> None:
     graders = {s.name: make(s.grader.kind, s.grader.options) for s in ctx.config.sources}
     made = {name: grader for name, grader in graders.items() if grader is not None}
     reader = Reader(ctx.config, ctx.log, ctx.store, any(grader.needs for grader in made.values()))
+    late = Late(limits.late)
     judging = {
-        source.name: Judging(source, made[source.name], ctx.log, ctx.store, reader, ctx.measures, limits)
+        source.name: Judging(
+            source, made[source.name], ctx.log, ctx.store, reader, ctx.measures, limits, late
+        )
         for source in ctx.config.sources
         if source.name in made
     }

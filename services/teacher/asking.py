@@ -3,13 +3,16 @@
 Promises:
 - a teacher that is away, or set up wrongly, is waited for, for ever; people are told when it goes and when it is back;
 - what fails while the teacher scores two tokens, which any can, is the row's fault: at once where it refuses it, after
-  `TRIES` tries where it gives no answer.
+  `TRIES` tries where it gives no answer;
+- no two requests of any process have one name: a server refuses one that it is still at work on, and that is no row's fault.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import secrets
 
 from pipeline.engines.base import EngineRefused, EngineUnavailable
 from pipeline.engines.scores import Scores
@@ -34,13 +37,15 @@ class Asker:
     def __init__(self, teacher: Teacher, scorer: Scorer, logger: logging.Logger) -> None:
         self._teacher, self._scorer, self._logger = teacher, scorer, logger
         self._trouble = ""
+        self._names = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
 
     async def ask(self, tokens: Tokens, request_id: str, session_id: str) -> Scores:
         """Scores of the tokens, however long the teacher is away. Raises Unscorable."""
         tries = 0
         while True:
+            name = f"{request_id}-{next(self._names)}"
             try:
-                scores = await self._scorer.score(tokens, self._teacher.top_k, request_id, session_id)
+                scores = await self._scorer.score(tokens, self._teacher.top_k, name, session_id)
             except (EngineRefused, EngineUnavailable) as error:
                 if await self._waited():
                     continue
@@ -67,8 +72,9 @@ class Asker:
         """Until it scores two tokens; whether it did not at once."""
         waited = False
         while True:
+            name = f"probe-{self._teacher.name}-{next(self._names)}"
             try:
-                await self._scorer.score((0, 0), self._teacher.top_k, f"probe-{self._teacher.name}")
+                await self._scorer.score((0, 0), self._teacher.top_k, name)
             except (EngineRefused, EngineUnavailable) as error:
                 waited = True
                 self._tell(str(error))

@@ -17,10 +17,22 @@ STEPS = 2
 
 # Processes to kill in one run, in this order, each after the first fact by which it has work in hand.
 CASES = (
-    {"engine": "sequence.opened", "sampler": "sample.graded", "trainer-0": "window.packed"},
-    {"agent-loop-0": "sequence.opened", "grader": "sample.completed", "packer-0": "batch.yielded"},
-    {"dispatcher": "sequence.dispatched", "harness-tool-0": "sequence.verified", "packer-1": "window.packed"},
-    {"harness-chat-0": "sequence.opened", "broker": "sequence.finished", "trainer-1": "batch.consumed"},
+    {
+        "engine": "sequence.opened",
+        "harness-tool-0": "sequence.verified",
+        "grader": "sample.completed",
+        "sampler": "sample.graded",
+        "packer-0": "batch.yielded",
+        "trainer-0": "window.packed",
+    },
+    {
+        "dispatcher": "sequence.dispatched",
+        "harness-chat-0": "sequence.opened",
+        "agent-loop-0": "sequence.verified",
+        "broker": "sequence.finished",
+        "packer-1": "window.packed",
+        "trainer-1": "batch.consumed",
+    },
 )
 
 

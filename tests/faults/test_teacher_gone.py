@@ -35,7 +35,7 @@ serve("teacher", Path(sys.argv[1]), 0, "")
 
 
 class Held:
-    """A teacher that answers so many requests and then holds its answers back, until it is let."""
+    """A teacher that answers so many requests and then holds its answers back, until it is let. arrived: their sequences."""
 
     def __init__(self, policy: Path, free: int) -> None:
         self.arrived: list[str] = []
@@ -45,7 +45,7 @@ class Held:
         @web.middleware
         async def hold(request: web.Request, handler) -> web.StreamResponse:
             if request.method == "POST":
-                await self._held((await request.json())["request_id"])
+                await self._held(request.headers["X-Session-ID"])
             return await handler(request)
 
         self.app.middlewares.append(hold)

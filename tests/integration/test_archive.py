@@ -7,6 +7,7 @@ import base64
 import gzip
 import hashlib
 import json
+import shutil
 import uuid
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def sha256(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory):
-    server = NatsServer(tmp_path_factory.mktemp("elsewhere"))
+    server = NatsServer(tmp_path_factory.mktemp("elsewhere"), sync="2m")
     server.start()
     yield server
     server.stop()
@@ -271,8 +272,6 @@ def packtrain(*arguments: str | Path, status: int = 0, fresh: bool = False) -> s
 async def demo(server: NatsServer, directory: Path) -> None:
     """The recorded demo as its launcher left it: stream, some objects, and the record."""
     log = await Log.connect(server.broker, "demo", "test")
-    if await log.exists():
-        await log.js.delete_stream(log.stream)
     await log.create()
     await fill(log)
     started = await log.last("run.started", "all", "demo")
@@ -295,24 +294,31 @@ async def demo(server: NatsServer, directory: Path) -> None:
     (home / "config.toml").write_text(dumps(config))
 
 
-@pytest.fixture
-async def exported(elsewhere: NatsServer, tmp_path: Path) -> Path:
-    await demo(elsewhere, tmp_path / "here")
-    said = packtrain("export", "demo", tmp_path / "demo.tar", "--payloads", "--directory", tmp_path / "here")
+@pytest.fixture(scope="module")
+def original(elsewhere: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recorded demo is, and `demo.tar`, its export; not to be changed."""
+    here = tmp_path_factory.mktemp("here")
+    asyncio.run(demo(elsewhere, here))
+    said = packtrain("export", "demo", here / "demo.tar", "--payloads", "--directory", here, fresh=True)
     assert said.startswith("run demo: 1,651 messages, 41 objects (761.8 KiB) in")
-    return tmp_path / "demo.tar"
+    return here
+
+
+@pytest.fixture
+def exported(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(original / "demo.tar", tmp_path))
 
 
 async def test_the_commands_take_a_whole_run_to_another_directory_and_back(
-    exported: Path, elsewhere: NatsServer, tmp_path: Path
+    exported: Path, original: Path, elsewhere: NatsServer, tmp_path: Path
 ) -> None:
     content = exported.read_bytes()
-    assert str(tmp_path).encode() not in content
+    assert str(original).encode() not in content
     assert elsewhere.token.encode() not in content
     assert elsewhere.broker.url.encode() not in content
     there = ("--directory", tmp_path / "there")
     packtrain("import", exported, *there, fresh=True)
-    packtrain("export", tmp_path / "again.tar", "--payloads", *there, fresh=True)
+    packtrain("export", tmp_path / "again.tar", "--payloads", *there)
     assert sha256(tmp_path / "again.tar") == sha256(exported)
     assert "1,651 of the messages were there already" in packtrain("import", exported, *there)
     listed = packtrain("events", "list", *there).splitlines()
@@ -399,9 +405,10 @@ async def test_a_log_whose_beginning_is_forgotten_takes_no_place_that_another_lo
 
 
 async def test_objects_that_were_there_before_an_import_are_not_removed_with_it(
-    exported: Path, tmp_path: Path
+    exported: Path, original: Path, tmp_path: Path
 ) -> None:
-    there, objects = ("--directory", tmp_path / "there"), tmp_path / "here" / "objects"
+    there, objects = ("--directory", tmp_path / "there"), tmp_path / "objects"
+    shutil.copytree(original / "objects", objects)
     before = sorted(path for path in objects.rglob("*") if path.is_file())
     packtrain("import", exported, *there, "--store", objects.as_uri())
     said = packtrain("runs", "rm", "demo", "--yes", *there)

@@ -128,3 +128,27 @@ def test_the_benchmark_of_hosts_measures_all_that_it_names_with_the_least_load(t
     assert figures["hosts.tenants.4.cpu"]["value"] < figures["hosts.tenants.4.cpu"]["against"] / 2
     assert figures["hosts.tenants.4.memory"]["value"] < figures["hosts.tenants.4.memory"]["against"]
     assert 1 <= figures["hosts.balance.burst.ratio"]["value"] <= 2
+
+
+SIGNAL_FIGURES = {
+    *(f"signal.core.{what}" for what in ("rate", "memory", "plan")),
+    *(f"signal.services.{what}" for what in ("rate", "read", "resident", "last", "last.at_once", "batch")),
+    *(f"signal.grader.{what}" for what in ("none", "wait", "wait.after", "wait.last", "lag", "lag.graded")),
+}
+
+
+def test_the_benchmark_of_the_signal_measures_all_that_it_names_with_the_least_load(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "bench" / "signals.py"), "--least", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=True)
+    figures = {row["name"]: row for row in json.loads(file.read_text())}
+    assert set(figures) == SIGNAL_FIGURES
+    for row in figures.values():
+        assert set(row) == {"name", "value", "unit", "goal", "better", "against"}
+        assert row["better"] in ("higher", "lower")
+        assert row["against"] > 0
+        assert row["goal"] >= 0
+        assert row["name"] in done.stdout
+    # However busy the machine is: the named columns are read once, and nothing else.
+    assert figures["signal.services.read"]["value"] == 1.0
+    assert figures["signal.core.memory"]["value"] <= figures["signal.core.memory"]["goal"]

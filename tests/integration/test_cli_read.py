@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.config import dumps, load
@@ -29,6 +30,7 @@ from schemas.facts import (
 )
 from schemas.payload import PayloadHeader
 from services.cli.embedded import broker_member, free_port
+from services.cli.main import app
 from services.cli.policy import policy_directory
 from services.cli.supervise import Supervisor, Unit
 from tests import commands
@@ -104,17 +106,19 @@ async def test_list_shows_the_log_in_order_and_filters_by_type_source_and_id(
 
 
 async def test_list_ends_though_the_newest_message_is_no_event_to_this_version(
-    tmp_path: Path, log: Log, broker: Broker
+    tmp_path: Path, log: Log, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(tmp_path, log.run, broker)
     await fill(log)
     headers = {"ce-specversion": "1.0", "ce-type": "sample.invented", "ce-typeversion": "1", "ce-id": "x"}
     await log._js.publish(f"rl.{log.run}.sample.invented.arithmetic.x", b"{}", headers=headers)
-    done = commands.packtrain("events", "list", "--json", "--directory", tmp_path)
-    assert done.returncode == 0
+    monkeypatch.setattr("services.cli.events._QUIET_S", 1.0)
+    command = ["events", "list", "--json", "--directory", str(tmp_path)]
+    done = await asyncio.to_thread(CliRunner().invoke, app, command)
+    assert done.exit_code == 0
     assert [json.loads(line)["seq"] for line in done.stdout.splitlines()] == [1, 2, 3, 4, 5, 6]
     assert done.stderr.splitlines() == [
-        "packtrain: nothing came after message 6 for 5 s; the newest is 7",
+        "packtrain: nothing came after message 6 for 1 s; the newest is 7",
         "packtrain: skipped, as no event to this version: {'unknown': 1}",
     ]
 

@@ -18,6 +18,7 @@ from pipeline.log import Log
 from pipeline.log.archive_format import Manifest
 from pipeline.log.archive_writer import ArchiveWriter
 from pipeline.log.fold import Found
+from schemas.facts import RULES
 from tests import commands
 from tests.integration.test_cli_read import recorded
 from tests.natsserver import NatsServer
@@ -171,6 +172,7 @@ def test_a_divergence_in_an_exported_file_is_named_with_its_cause(tmp_path: Path
         "  recorded    0.125",
         f"  recomputed  {recomputed}",
         f"  decided on message {cause.seq}, sample.graded {cause.headers['ce-subject']}",
+        f"  likely cause: the run was made by decision rules 1, this version's are {RULES}",
     ]
     whole = json.loads(packtrain("replay", "demo", "--file", str(file), "--json", status=1)[0])
     (found,) = [d for report in whole["reports"] for d in report["divergences"]]

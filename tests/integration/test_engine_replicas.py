@@ -13,6 +13,7 @@ from pipeline.engines import replicas as module
 from pipeline.engines.base import EngineUnavailable
 from pipeline.engines.client import open_engine
 from pipeline.engines.replicas import Replicas
+from pipeline.engines.transport import Broken
 from pipeline.engines.vllm import VllmReplica
 from pipeline.engines.wire import SamplingParams
 from schemas.config import Engine as EngineConfig
@@ -96,6 +97,21 @@ async def test_a_replica_that_is_killed_in_mid_generation_loses_no_token(tmp_pat
     assert len(again.token_ids) == 2
     assert not views[victim].up
     assert views[survivor].sessions == 2
+
+
+async def test_scores_that_are_asked_for_anew_have_another_name(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """A server may still be at the first when its client has given it up, and refuses a name that it is at."""
+    names: list[str] = []
+
+    async def score(self, token_ids, top_k, request_id, session_id, deadline):
+        names.append(request_id)
+        if len(names) < 4:
+            raise Broken("gone")
+        return names
+
+    monkeypatch.setattr(VllmReplica, "score", score)
+    assert await pair.engine.score(PROMPT, 0, "s") is names
+    assert len(set(names)) == 4
 
 
 async def _sampled(url: str) -> float:

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from pipeline.log import Log
 from pipeline.signal.grading import LAG, Answer, graded_fact, kept_fact, understood
-from pipeline.store import ObjectStore, StoreUnavailable
+from pipeline.store import ObjectStore, StoreUnavailable, outage
 from schemas.config import Broker
 from schemas.facts import Artefact, SampleCompleted, SequenceDispatched, SequenceOpened, SequenceVerified
 from schemas.keys import artefact_key, grading_key
@@ -31,7 +32,7 @@ from tests.judge_double import JudgeDouble, held, judge, says, status, verdicts
 from tests.log_parts import CHECKED, until
 
 pytestmark = pytest.mark.timeout(90)
-LIMITS = Limits(ack_wait_s=10, backoff_s=0.01, longest_backoff_s=0.05, store_s=0.01)
+LIMITS = Limits(ack_wait_s=10, backoff_s=0.01, longest_backoff_s=0.05)
 Serve = Callable[..., Any]
 
 
@@ -41,12 +42,17 @@ async def double() -> AsyncIterator[JudgeDouble]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "RETRY_S", 0.01)
+
+
 @pytest.fixture
 def serving(log: Log, store: ObjectStore, broker: Broker, double: JudgeDouble, tmp_path: Path) -> Serve:
     """The service with a judge, as the context of a `with`."""
 
     @asynccontextmanager
-    async def serve(**changed: Any) -> AsyncIterator[Context]:
+    async def serve(limits: Limits = LIMITS, **changed: Any) -> AsyncIterator[Context]:
         judge_options = {
             "url": double.url, "model": "j", "rubric": "Judge.", "price_in": 10, "price_out": 100,
         }  # fmt: skip
@@ -54,7 +60,7 @@ def serving(log: Log, store: ObjectStore, broker: Broker, double: JudgeDouble, t
         stop = asyncio.Event()
         run = config(log.run, broker, str(tmp_path), **settings)
         ctx = Context(run, "grader", log, store, stop, logging.getLogger("packtrain.test"))
-        task = asyncio.create_task(grader.serve(ctx, LIMITS))
+        task = asyncio.create_task(grader.serve(ctx, limits))
         try:
             yield ctx
         finally:
@@ -169,7 +175,7 @@ async def test_late_answers_are_revisions_and_to_wait_for_a_turn_counts(
             found = await graded(log, number)
             assert (found.rewards, found.quality, found.attempts) == ((1.0, 1.0), (), 0)
             assert found.fallback == "deadline of 0.3 s passed"
-        assert len(double.bodies) == 1
+        await until(lambda: len(double.bodies) == 1)
         double.hold.set()
         late = [await graded(log, number, revision=1) for number in (1, 2)]
         await settled(log)
@@ -178,15 +184,22 @@ async def test_late_answers_are_revisions_and_to_wait_for_a_turn_counts(
     assert (double.most, await facts(log)) == (1, 5)
 
 
-async def test_the_deadline_counts_from_the_time_of_the_event(log: Log, store, double, serving) -> None:
+@pytest.mark.parametrize(
+    ("deadline_s", "head"),
+    [(3600, {}), (0.05, {"ce-time": "2999-01-01T00:00:00Z"})],
+    ids=["long ago", "by a clock that is ahead"],
+)
+async def test_the_deadline_counts_from_the_time_of_the_event(
+    log: Log, store, double, serving, deadline_s: float, head: dict[str, str]
+) -> None:
     double.steps = [held]
     group = await members(log, store, 1)
-    head = {**CHECKED, "ce-type": "sample.completed", "ce-typeversion": "1"}
+    head = {**CHECKED, "ce-type": "sample.completed", "ce-typeversion": "1", **head}
     await log.js.publish(
         f"rl.{log.run}.sample.completed.s.s-000001", group.model_dump_json().encode(), headers=head
     )
-    async with serving(deadline_s=3600):
-        assert (await graded(log)).fallback == "deadline of 3600 s passed"
+    async with serving(deadline_s=deadline_s):
+        assert (await graded(log)).fallback == f"deadline of {deadline_s:g} s passed"
         double.hold.set()
         assert (await graded(log, revision=1)).quality == (0.5, 0.5)
 
@@ -200,6 +213,30 @@ async def test_under_lag_a_group_goes_on_at_once(log: Log, store: ObjectStore, d
         assert (await graded(log, revision=1)).quality == (0.5, 0.5)
         await settled(log)
     assert await facts(log) == 2
+
+
+@pytest.mark.parametrize("policy", ["lag", "wait"])
+async def test_of_too_many_late_groups_the_oldest_that_waits_is_given_up(
+    log: Log, store: ObjectStore, double, serving, policy: str
+) -> None:
+    """A judge that is slower than the run holds up no other source for ever, and is asked of the newest."""
+    double.steps = [held]
+    async with serving(replace(LIMITS, late=2), policy=policy, deadline_s=0.01, concurrency=1) as ctx:
+
+        def over() -> dict[str, int]:
+            return {key[1]: sum(found.counts) for key, found in ctx.measures.grading.items()}
+
+        for number in (1, 2, 3, 4):
+            await completed(log, store, number)
+            assert (await graded(log, number)).fallback is not None
+            await until(lambda: len(double.bodies) == 1)
+        await until(lambda: over() == {"failed": 2})
+        double.hold.set()
+        for number in (1, 4):
+            assert (await graded(log, number, revision=1)).quality == (0.5, 0.5)
+        await settled(log)
+    assert (await facts(log), len(double.bodies)) == (6, 2)
+    assert over() == {"late": 2, "failed": 2}
 
 
 Before = Callable[[Log, ObjectStore, SampleCompleted], Awaitable[None]]
@@ -323,7 +360,7 @@ print(json.dumps({"sequences": [
 
 
 async def test_a_program_judges_with_task_transcripts_and_artefacts(
-    log: Log, store, serving, tmp_path: Path
+    log: Log, store, serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"#!{sys.executable}\n{PROGRAM}")
@@ -348,8 +385,20 @@ async def test_a_program_judges_with_task_transcripts_and_artefacts(
         SequenceVerified(**ids, sequence=second, attempt=1, host="al-0", reward=1.0, artefacts=left)
     )
     await log.publish(group)
-    async with serving(kind="command", options={"argv": [str(program)]}):
+    get, tried = store.get, []
+
+    async def away(what: Any) -> bytes:
+        if what == ref:
+            tried.append(what)
+            if len(tried) < 3:
+                raise StoreUnavailable(store.url, "away", "wait")
+        return await get(what)
+
+    monkeypatch.setattr(store, "get", away)
+    # While the store is away, what the program is to be given costs no try either.
+    async with serving(kind="command", options={"argv": [str(program)]}, attempts=1):
         found = await graded(log)
+    assert (len(tried), found.attempts) == (3, 1)
     assert (found.quality, found.fallback, found.grader) == ((0.5, 1.0), None, "command")
     assert found.report is not None
     report = orjson.loads(await store.get(found.report))

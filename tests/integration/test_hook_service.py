@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipeline.store import ObjectStore, StoreUnavailable, outage
 from pipeline.store.payload import read_columns
 from schemas.config import Broker, RunConfig
 from schemas.facts import SampleRejected, SampleShaped
+from services import hook
 from services.hook import Room, Shaper
 from tests.hook_parts import LENGTH, LOSS, Array, Group, World, config_of, context, hooking
 from tests.log_parts import until
@@ -28,12 +30,15 @@ OPD = {"kind": "opd", "options": {"teacher": "large"}}
 
 
 class Raises:
-    """A hook that cannot shape some groups: those whose second member failed."""
+    """A hook that cannot shape some groups: those whose second member failed. Of a reward of 2 it hangs."""
 
     stage = "after"
     columns = ("tokens", "logprobs")
+    hang = threading.Event()
 
     def __call__(self, signal: Signal) -> Signal:
+        if signal.rewards[0] == 2:
+            self.hang.wait()
         if signal.rewards[1] == 0:
             raise RuntimeError("no such group")
         return signal
@@ -221,6 +226,26 @@ async def test_a_group_that_its_hooks_refuse_is_rejected_and_the_others_go_on(
     assert (await world.count("sample.shaped"), await world.count("sample.rejected")) == (1, 1)
 
 
+async def test_a_hook_that_hangs_costs_its_own_group_and_no_other(
+    config: RunConfig, world: World, its_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "HOOK_S", 0.5)
+    stuck = await world.group("mine", 1, [2.0, 0.0])
+    async with hooking(config, world.log, its_store, max_deliver=2):
+        try:
+            await world.fact("sample.rejected", "mine", stuck.sample)
+            await world.settled("hook")
+            good = await world.group("mine", 2, [0.0, 1.0])
+            assert (await shaped(world, good)).advantages == (-0.5, 0.5)
+        finally:
+            Raises.hang.set()
+    (letter,) = (await world.log.letters.all())[0]
+    assert (
+        letter.reason
+        == "its hooks (dr_grpo, tests.integration.test_hook_service:Raises) gave nothing in 0.5 s"
+    )
+
+
 async def test_a_group_that_turns_out_to_have_no_advantage_is_dropped(
     config: RunConfig, world: World, its_store: ObjectStore
 ) -> None:
@@ -234,8 +259,8 @@ async def test_a_group_that_turns_out_to_have_no_advantage_is_dropped(
         await world.settled("hook-graded")
     assert isinstance(fact, SampleRejected)
     assert (fact.reason, fact.by) == ("all_zero", "hook")
-    # Of two members two columns, and not what lies between them.
-    assert read == 2 * 2 * 4 * LENGTH
+    # Of two members two columns, and not what lies between them; and of what is dropped nothing again.
+    assert read == its_store.counters.bytes_read == 2 * 2 * 4 * LENGTH
     assert await world.count("sample.shaped") == 0
 
 
@@ -289,17 +314,20 @@ async def test_columns_have_room_for_so_many_bytes_or_for_one_group() -> None:
             inside.append(size)
             await leave.wait()
 
-    leaves = {size: asyncio.Event() for size in (6, 100, 5, 4)}
+    leaves = {size: asyncio.Event() for size in (6, 4, 100, 3)}
     async with asyncio.TaskGroup() as tasks:
         for size, leave in leaves.items():
             tasks.create_task(take(size, leave))
         await until(lambda: len(inside) == 2)
+        leaves[4].set()
+        # There would be room for the last, but then one that wants it all might wait for ever.
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert inside == [6, 4]
         leaves[6].set()
-        await until(lambda: len(inside) == 3)
-        assert inside == [6, 4, 5]
-        leaves[4].set()
-        leaves[5].set()
         # One that is larger than the room has it alone.
-        await until(lambda: len(inside) == 4)
+        await until(lambda: len(inside) == 3)
+        assert inside == [6, 4, 100]
         leaves[100].set()
+        await until(lambda: len(inside) == 4)
+        leaves[3].set()

@@ -438,11 +438,13 @@ async def move(source: Path, target: Path, file: Path, payloads: bool) -> None:
 
 @pytest.mark.timeout(300)  # whole runs, on a machine that may be busy
 async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Path) -> None:
-    # Long enough not to be over before it is stopped, on a machine that has other work.
-    launched = Launched(tmp_path / "here", CHAT_ONLY.replace("steps = 2", "steps = 16"))
+    launched = Launched(tmp_path / "here", CHAT_ONLY.replace("steps = 2", "steps = 4"))
     where = ("--directory", tmp_path / "here" / "state")
     launched.start()
     log = await launched.log()
+    # Without its trainer it is not over before it is stopped, on a machine that has other work.
+    trainer = await launched.pid("trainer-0")
+    os.kill(trainer, signal.SIGSTOP)
     async for _ in log.subscribe("sequence.finished"):
         break
     # In this process: the run is over in seconds.
@@ -453,6 +455,7 @@ async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Pat
     with pytest.raises(LaunchError, match="runs small"):
         run_control.stop(state, "other", print)
     told: list[str] = []
+    os.kill(trainer, signal.SIGCONT)
     await asyncio.to_thread(run_control.stop, state, "small", told.append)
     assert told == [
         f"run small is stopped and unfinished; packtrain runs resume small --directory {state} goes on with it"
@@ -473,7 +476,7 @@ async def test_a_run_is_stopped_resumed_and_completed_then_removed(tmp_path: Pat
     for there in (elsewhere, state):
         said = packtrain("runs", "resume", "small", "--plain", "--directory", there)
         assert "it goes on where it stopped" in said
-        assert [(row.state, row.steps) for row in await list_runs(there, None)] == [("completed", 16)]
+        assert [(row.state, row.steps) for row in await list_runs(there, None)] == [("completed", 4)]
         assert not (there / "runs" / "small" / "journal").exists()
     packtrain("runs", "rm", "small", "--yes", *where)
     # What is left of a stream the broker clears away beside its other work, now or when it is started again.

@@ -321,11 +321,13 @@ class Scripted:
     rows: list[Exception | None]
     probes: list[Exception | None]
     asked: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     async def score(
         self, token_ids: Any, top_k: int, request_id: str, session_id: str = "", within: float | None = None
     ) -> Scores:
         self.asked.append(len(token_ids))
+        self.names.append(request_id)
         answers = self.probes if len(token_ids) == 2 else self.rows
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if answer is not None:
@@ -365,6 +367,18 @@ async def test_a_teacher_that_scores_nothing_is_waited_for(
     asker = Asker(Teacher(name="t"), scorer, logging.getLogger("packtrain.test"))
     assert len((await asker.ask([1, 2, 3], "r", "s")).logprobs) == 3
     assert scorer.asked == asked
+
+
+async def test_no_two_requests_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server refuses a name that it is at work on, for whoever it works: a lost process, or another row's probe."""
+    monkeypatch.setattr(asking, "PAUSE_S", 0.0)
+    names: list[str] = []
+    for _ in range(2):
+        scorer = Scripted([AWAY, AWAY, None], [AWAY, None])
+        asker = Asker(Teacher(name="t"), scorer, logging.getLogger("packtrain.test"))
+        await asyncio.gather(asker.ask([1, 2, 3], "r", "s"), asker.ask([1, 2, 3], "q", "s"))
+        names += scorer.names
+    assert len(names) == len(set(names)) >= 2 * (4 + 3)
 
 
 @pytest.mark.parametrize(("answer", "tries"), [(REFUSED, 1), (AWAY, asking.TRIES)])

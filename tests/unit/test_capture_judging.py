@@ -269,6 +269,16 @@ async def test_once_a_rule_has_ended_a_rollout_its_turn_is_answered_and_no_other
     assert rules_of(tenant.export()) == [[("HALT", 1)], [("STOP", 2)]]
 
 
+async def test_a_request_that_waits_for_its_tokens_is_not_sampled_once_a_rule_has_ended_the_rollout() -> None:
+    tenant = session(echo, says("STOP", stop=True), max_tokens=64, max_session_tokens=64)
+    first, second = await asyncio.gather(
+        complete(tenant, "1", user("stop")), complete(tenant, "2", user("more")), return_exceptions=True
+    )
+    assert not isinstance(first, BaseException)
+    assert isinstance(second, TurnLimit)
+    assert (second.code, tenant.turns) == ("early_stop", 1)
+
+
 async def test_what_follows_a_turn_ends_the_rollout_before_the_next_is_sampled() -> None:
     tenant = session(echo, hears("disk", stop=True))
     await complete(tenant, "1", user("a"))

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
+from pipeline.config import loads
+from pipeline.graders import base as graders
+from pipeline.signal import hooks, rules
 from schemas.facts import FACTS
+from schemas.signal import Grader, Mixer, Teacher
+from schemas.sources import Accept
+from services.cli.check import faults
 from services.cli.main import _OPTIONS
 from services.process import SERVICES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+SIGNAL = ROOT / "docs" / "signal.md"
 
 
 def test_every_event_is_in_the_table_and_no_other() -> None:
@@ -24,6 +33,30 @@ def test_every_option_and_service_is_described() -> None:
     text = (ROOT / "docs" / "running.md").read_text()
     assert [option for option, _ in _OPTIONS if option not in text] == []
     assert [name for name in SERVICES if name not in text] == []
+
+
+def test_the_configuration_of_the_signal_is_one() -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", SIGNAL.read_text(), re.DOTALL)
+    assert faults(loads(text, "docs/signal.md")) == []
+
+
+def test_every_option_of_the_signal_is_described() -> None:
+    text = SIGNAL.read_text()
+    names = {*hooks.BUILT_IN, *rules.BUILT_IN, graders.NONE, *graders.BUILT_IN}
+    modules = {
+        target.partition(":")[0] for each in (hooks, rules, graders) for target in each.BUILT_IN.values()
+    }
+    options = {
+        field
+        for module in map(importlib.import_module, sorted(modules))
+        for model in vars(module).values()
+        if isinstance(model, type) and issubclass(model, BaseModel) and model.__module__ == module.__name__
+        for field in model.model_fields
+        if not model.__name__.startswith("_")
+    }
+    keys = {field for section in (Grader, Mixer, Teacher, Accept) for field in section.model_fields}
+    told = set(re.findall(r"`(?:accept\.)?(\w+)(?: = [^`]+)?`", text))
+    assert sorted((names | options | keys) - {"name"} - told) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,21 @@ async def test_whatever_a_function_does_is_a_failed_try(grader, told: str) -> No
     assert told in str(await failure(Function("m:f", grader), Material(GROUP)))
 
 
+async def test_what_a_function_yields_is_taken_on_its_thread_and_no_more_than_its_group_takes() -> None:
+    taken: list[int] = []
+
+    def many(_: SampleCompleted):
+        for _number in range(1000):
+            taken.append(threading.get_ident())
+            yield 1.0
+
+    assert "gave more than 2 rewards for 2 sequences" in str(
+        await failure(Function("m:f", many), Material(GROUP))
+    )
+    assert len(taken) == 3
+    assert threading.get_ident() not in taken
+
+
 async def test_a_hanging_function_blocks_nobody_and_is_counted_until_it_returns(monkeypatch) -> None:
     monkeypatch.setattr(function, "MOST_HUNG", 2)
     free = threading.Event()
@@ -316,6 +332,8 @@ def partial(double: JudgeDouble, _: web.Request) -> web.Response:
         (status(503, "busy"), "answered 503: busy", True, False),
         (status(429, "slow down", **{"Retry-After": "7"}), "answered 429", True, False),
         (status(401, "who?"), "answered 401: who?", False, False),
+        (status(401, "no such key: s3cret."), "answered 401: no such key: [token].", False, False),
+        (says(None, message={"refusal": "s3cret?"}), "it refuses: [token]?", True, True),
         (status(302, "", Location="http://127.0.0.1:1/"), "answered 302", False, False),
         (Flood(), "answered more than 4194304 bytes", True, False),
     ],
@@ -427,6 +445,24 @@ async def test_a_program_is_given_the_groups_workspace_and_prints_its_answer(
     assert files[f"transcripts/{B}.json"]["contexts"][0]["turns"][1]["text"] == "it is two"
     assert len(files) == 5
     assert not Path(seen["cwd"]).exists()
+
+
+async def test_a_workspace_is_written_and_removed_on_threads(tmp_path: Path, monkeypatch) -> None:
+    threads: dict[str, set[int]] = {"write": set(), "remove": set()}
+
+    def told(what: str, call: Any) -> Any:
+        def known(*given: Any, **named: Any) -> Any:
+            threads[what].add(threading.get_ident())
+            return call(*given, **named)
+
+        return known
+
+    grader = program(tmp_path, "print('{')")
+    monkeypatch.setattr(Path, "write_bytes", told("write", Path.write_bytes))
+    monkeypatch.setattr(shutil, "rmtree", told("remove", shutil.rmtree))
+    await failure(grader, WORKSPACE)
+    assert all(threads.values())
+    assert threading.get_ident() not in threads["write"] | threads["remove"]
 
 
 @pytest.mark.parametrize(

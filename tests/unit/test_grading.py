@@ -173,7 +173,7 @@ def test_rewards_alone_are_an_answer_of_python_graders() -> None:
     ("value", "said"),
     [
         ([1.0], "gave 1 rewards for 3 sequences"),
-        ([1.0, 2.0, 3.0, 4.0], "gave 4 rewards for 3 sequences"),
+        ([1.0, 2.0, 3.0, 4.0], "gave more than 3 rewards for 3 sequences"),
         ([1.0, math.nan, 0.0], "not finite numbers of at most"),
         ([math.inf, 0.0, 0.0], "not finite numbers of at most"),
         ([1e300, 0.0, 0.0], "not finite numbers of at most"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pipeline.signal.chain_faults import chain_faults
 from pipeline.signal.hooks import BUILT_IN, BadHook, Chain, Member, Signal, built_in, chain, resolve
@@ -183,6 +186,11 @@ FULL = np.ones(3, np.float32)
         (lambda s: replace(s, advantages=[1.0, 0.0]), "advantages that are not 2 finite numbers: a list"),
         (lambda s: replace(s, advantages=np.zeros(3)), "not 2 finite numbers"),
         (lambda s: replace(s, advantages=np.array([0.0, np.nan])), r"not 2 finite numbers: \[0.0, nan\]"),
+        (
+            lambda s: replace(s, advantages=np.array([1e39, 0.0])),
+            r"\[1e\+39, 0.0\]; they are trained as float32",
+        ),
+        (tokens(None, np.full(3, -1e39)), "math-000001-1: advantages by token must be 3 finite"),
         (lambda s: replace(s, rewards=np.array([np.inf, 0.0])), "gave rewards that are not"),
         (lambda s: replace(s, advantages=None), "stands before one that makes them"),
         (lambda s: replace(s, members=s.members[::-1]), "in another order"),
@@ -219,9 +227,10 @@ def test_whatever_a_hook_gives_what_comes_out_is_finite(numbers: list[float]) ->
     try:
         made = given_back.run(signal(*[0.5] * len(numbers))).made()
     except BadHook:
-        assert not np.isfinite(numbers).all()
+        assert not (np.abs(numbers) <= np.finfo(np.float32).max).all()
     else:
         assert made.tolist() == numbers
+        assert np.isfinite(made.astype(np.float32)).all()
 
 
 # What `config check` says.
@@ -285,6 +294,27 @@ def test_chains_that_are_right_have_no_fault() -> None:
     assert check_hooks(good).found == []
 
 
+def test_a_chain_that_leaves_no_group_of_the_size_an_advantage_is_told() -> None:
+    """Every group would be dropped, and others dispatched in its place, for ever."""
+    alone = run_of([{"kind": "grpo", "options": {"preset": "mimo"}}], group_size=1, accept={"max": 2})
+    ((place, said),) = check_hooks(alone).found
+    assert place == ("sources", 0, "hooks")
+    assert "advantages of a group of group_size 1 are all zero" in said
+    for fine in (
+        run_of([{"kind": "grpo", "options": {"preset": "mimo"}}], group_size=2),
+        run_of(["grpo"], group_size=1, accept={"max": 2}),
+        run_of(["dr_grpo"], group_size=1, accept={"max": 2, "drop_all_zero": False}),
+        run_of(
+            ["grpo"],
+            *(
+                {"hooks": [{"kind": kind}], "group_size": 1, "groups": 0, "evaluate": 3}
+                for kind in ("dr_grpo", "rloo")
+            ),
+        ),
+    ):
+        assert check_hooks(fine).found == []
+
+
 class ReadsSegments:
     stage = "advantages"
     columns = ("segments",)
@@ -318,6 +348,16 @@ def test_a_chain_with_other_peoples_hooks_is_asked_for_when_each_of_them_is_ther
 
 
 # A hook of one's own.
+
+
+@pytest.mark.parametrize("value", [date(2026, 1, 1), math.inf, [math.nan], {"deep": time(1)}])
+@pytest.mark.parametrize("section", ["hooks", "penalties", "grader"])
+def test_options_that_no_event_could_hold_are_refused(section: str, value: object) -> None:
+    """TOML has dates and infinite numbers; run.started, in which options stand, is JSON."""
+    named = {"rule" if section == "penalties" else "kind": "mine:Own", "options": {"value": value}}
+    whole = source_of([]).model_dump() | {section: named if section == "grader" else [named]}
+    with pytest.raises(ValidationError, match=r"options\n.*options must be JSON values"):
+        Source.model_validate(whole)
 
 
 def test_the_example_weighs_unlikely_tokens_less() -> None:

@@ -59,15 +59,21 @@ def shown(tmp_path: Path, key: str) -> str:
     return capture.get()
 
 
+INHERITED = "runs/demo/inherited/arithmetic/arithmetic-000000-0-a1.safetensors"
+
+
+@pytest.mark.parametrize("key", [PAYLOAD, INHERITED], ids=["its own", "another run's"])
 def test_sidecars_are_shown_turn_by_turn_and_named_beside_their_payload(
-    tmp_path: Path, store: ObjectStore
+    tmp_path: Path, store: ObjectStore, key: str
 ) -> None:
+    of_teacher, advantages = sidecar_key(key, "teacher.large"), sidecar_key(key, "advantages.0")
+
     async def fill() -> None:
-        await write_payload(store, PAYLOAD, COLUMNS)
-        await write_sidecar(store, ADVANTAGES, {"advantages": np.array([1, 2, -0.5], np.float32)})
+        await write_payload(store, key, COLUMNS)
+        await write_sidecar(store, advantages, {"advantages": np.array([1, 2, -0.5], np.float32)})
         await write_sidecar(
             store,
-            TEACHER,
+            of_teacher,
             {
                 "logprobs": np.array([-2, -4, -0.25], np.float32),
                 "top_ids": np.zeros((3, 2), np.int32),
@@ -76,9 +82,9 @@ def test_sidecars_are_shown_turn_by_turn_and_named_beside_their_payload(
         )
 
     asyncio.run(fill())
-    teacher = shown(tmp_path, TEACHER)
+    teacher = shown(tmp_path, of_teacher)
     assert teacher.splitlines()[0].endswith(
-        f"bytes: teacher.large of {PAYLOAD}, a row for each of its 3 loss tokens"
+        f"bytes: teacher.large of {key}, a row for each of its 3 loss tokens"
     )
     assert "top_logprobs" in teacher
     assert "3 x 2" in teacher
@@ -105,11 +111,11 @@ def test_sidecars_are_shown_turn_by_turn_and_named_beside_their_payload(
         "-5.000",
         "-5.000..-5.000",
     ] in rows
-    rows = [line.replace("│", " ").split() for line in shown(tmp_path, ADVANTAGES).splitlines()]
+    rows = [line.replace("│", " ").split() for line in shown(tmp_path, advantages).splitlines()]
     assert ["1", "2..4", "assistant", "0", "2", "1.500", "1.000..2.000"] in rows
     assert [row[0] for row in rows if len(row) == 7] == ["1", "3"]
-    assert shown(tmp_path, PAYLOAD).splitlines()[-2:] == [
-        f"beside it: {key}" for key in (TEACHER, ADVANTAGES)
+    assert shown(tmp_path, key).splitlines()[-2:] == [
+        f"beside it: {each}" for each in (of_teacher, advantages)
     ]
 
 
@@ -137,6 +143,7 @@ def test_what_is_no_payload_is_told_and_not_called_damaged(tmp_path: Path, store
         grading_key("demo", "arithmetic", "arithmetic-000000"): json.dumps(report).encode(),
         plan_key("demo", 1, 7): b"{}",
         weights_key("demo", 1, "n"): b"0123456789",
+        "runs/demo/inherited/0123abcd.json": b"[]",
         artefact_key("demo", "arithmetic-000000-0-a1", "empty"): b"",
         artefact_key("demo", "arithmetic-000000-0-a1", "long"): b"x" * (MAX_SHOWN + 5),
     }
@@ -146,7 +153,7 @@ def test_what_is_no_payload_is_told_and_not_called_damaged(tmp_path: Path, store
             await store.create(key, body)
 
     asyncio.run(fill())
-    log, grading, plan, weights, empty, long = ((key, shown(tmp_path, key)) for key in objects)
+    log, grading, plan, weights, groups, empty, long = ((key, shown(tmp_path, key)) for key in objects)
     assert log[1] == (
         f"{log[0]}, 20 bytes: an artefact, which a trial left to be looked at; no payload\nline one\n\\x1b[31mred \N{REPLACEMENT CHARACTER}\n\n"
     )
@@ -154,6 +161,7 @@ def test_what_is_no_payload_is_told_and_not_called_damaged(tmp_path: Path, store
     assert '"reason": "café\\u001b[31m"' in grading[1]
     assert plan[1] == f"{plan[0]}, 2 bytes: the plan of a batch (JSON), which packers read; no payload\n"
     assert weights[1] == f"{weights[0]}, 10 bytes: the weights after a step (safetensors); no payload\n"
+    assert groups[1] == f"{groups[0]}, 2 bytes: the facts of another run's groups (JSON); no payload\n[]\n"
     assert empty[1].count("\n") == 1
     assert long[1].endswith("\n[5 bytes after this are not shown]\n")
     with pytest.raises(StoreError, match="no object runs/demo/artefacts/a/b"):

@@ -357,7 +357,10 @@ def test_a_teacher_that_scored_nothing_is_waited_for_and_that_is_said() -> None:
 def test_hooks_that_no_run_could_have_are_refused() -> None:
     for hooks, said in (
         ([{"kind": "length_penalty"}], "make no advantages"),
-        ([{"kind": "grpo", "options": {"nu": 1}}], "nu"),
+        (
+            [{"kind": "grpo", "options": {"nu": 1, "ddof": 3}}],
+            r"^sources\.math\.hooks: ddof = 3: Input should be 0 or 1\nsources\.math\.hooks: nu = 1: Extra inputs are not permitted$",
+        ),
     ):
         with pytest.raises(BadChange, match=said):
             change(signal_config().decisions(), [("sources.math.hooks", hooks)])

@@ -75,6 +75,25 @@ async def test_decisions_that_went_through_json_are_the_same_decisions(tmp_path:
     assert (await chosen(record(tmp_path, "demo"), {"demo": known})).resumed
 
 
+async def test_an_unfinished_run_of_an_older_release_goes_on_where_what_is_new_is_left_out(
+    tmp_path: Path,
+) -> None:
+    """Its run.started lacks the keys that came later, and names its grader as a text."""
+    older = json.loads(json.dumps(CONFIG.decisions()))
+    del older["mixer"]
+    for source in older["sources"]:
+        del source["hooks"], source["tasks"], source["accept"]["inclusive"]
+        source["grader"] = source["grader"]["kind"]
+    assert (await chosen(record(tmp_path, "demo"), {"demo": Known(older, stopped=False)})).resumed
+    older["batch"]["ahead"] += 1
+    with pytest.raises(LaunchError, match=r"other settings \(batch\)"):
+        await chosen(tmp_path, {"demo": Known(older, stopped=False)})
+    # What no release of ours would start is another setting, not a traceback.
+    older["batch"] = {"nonsense": 1}
+    with pytest.raises(LaunchError, match=r"other settings \(batch"):
+        await chosen(tmp_path, {"demo": Known(older, stopped=False)})
+
+
 async def test_after_a_complete_run_the_next_name_is_taken(tmp_path: Path) -> None:
     choice = await chosen(tmp_path, {"demo": DONE, "demo-2": DONE})
     assert (choice.run, choice.resumed) == ("demo-3", False)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from pydantic import ValidationError
 
 from pipeline.replay import SERVICES, Rerun
 from pipeline.signal import sampling
@@ -20,11 +21,9 @@ from schemas.facts import (
     SampleShaped,
     SequenceFinished,
 )
+from schemas.payload import PayloadHeader
 from tests.unit.signal_life import PAIR, Life, member
-from tests.unit.signal_world import (
-    graded,
-    scored,
-)
+from tests.unit.signal_world import graded, scored, sidecar
 
 
 def test_a_group_waits_for_its_grading_and_for_every_teacher_of_its_source() -> None:
@@ -60,6 +59,22 @@ def test_a_late_answer_between_decision_and_acceptance_is_in_the_first_advantage
     life.release()
     (shaped,) = life.of(SampleShaped)
     assert (shaped.revision, shaped.advantages[0] < 0) == (0, True)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_group_that_a_late_answer_made_all_zero_before_it_was_shaped_is_dropped(drop: bool) -> None:
+    """As the hook service does with the groups that it shapes."""
+    life = Life(hold=(SampleAccepted,), groups=2, accept={"drop_all_zero": drop})
+    completed = life.roll_out(*PAIR)
+    life.tell(graded(completed, 0), graded(completed, 1, (0.0, 0.0)))
+    life.release()
+    assert life.end() == ("accepted all_zero" if drop else "accepted")
+    # One that waits for a batch already stays: a batch that holds it may be on its way.
+    waiting = Life(groups=2)
+    completed = waiting.roll_out(*PAIR)
+    waiting.tell(graded(completed, 0), graded(completed, 1, (0.0, 0.0)))
+    assert waiting.end() == "accepted"
+    assert waiting.of(SampleShaped)[1].advantages == (0.0, 0.0)
 
 
 def test_a_late_answer_after_acceptance_shapes_anew_and_after_the_batch_changes_nothing() -> None:
@@ -223,10 +238,58 @@ def test_advantages_of_a_later_revision_do_not_put_a_group_into_a_batch() -> Non
     )
     life.tell(first.model_copy(update={"revision": 1, "advantages": (2.0, -2.0)}))
     # Nor do any that are not about this group.
-    life.tell(first.model_copy(update={"advantages": (1.0, 0.0, -1.0)}))
+    life.tell(first.model_copy(update={"revision": 1, "advantages": (1.0, 0.0, -1.0)}))
     assert life.plans == []
     life.tell(first)
     assert life.plans[0].rows.advantage == (2.0, -2.0)
+
+
+def _of_rows(header: PayloadHeader, rows: int) -> PayloadHeader:
+    (column,) = header.columns
+    return header.model_copy(update={"columns": (column.model_copy(update={"shape": (rows,)}),)})
+
+
+@pytest.mark.parametrize(
+    ("advantages", "sidecars"),
+    [
+        ((1.0, 0.0, -1.0), ()),
+        ((1.0, -1.0), (_of_rows(sidecar(PAIR[0], 0), 5), None)),
+        ((1.0, -1.0), (None, sidecar(PAIR[1], 0).model_copy(update={"columns": ()}))),
+    ],
+)
+def test_a_group_whose_advantages_do_not_fit_it_is_rejected_and_stops_nobody(
+    advantages: tuple[float, ...], sidecars: tuple[PayloadHeader | None, ...]
+) -> None:
+    life = Life(groups=1, hooks=[{"kind": "nobody.imports:This"}])
+    life.tell(graded(life.roll_out(*PAIR), 0))
+    wrong = SampleShaped(
+        source="math", sample="math-000000", estimator="x", advantages=advantages, sidecars=sidecars, by="hook"
+    )  # fmt: skip
+    # Of a late grading they leave the earlier ones, whether those are there yet or not.
+    life.tell(wrong.model_copy(update={"revision": 1}))
+    assert life.end() == "accepted"
+    life.tell(wrong)
+    assert (life.end(), life.plans, len(life.core.groups)) == ("accepted failed", [], 0)
+    other = (member(0, 1.0, 1), member(1, 0.0, 1))
+    life.tell(graded(life.roll_out(*other, sample=1), 0))
+    right = SampleShaped(
+        source="math", sample="math-000001", estimator="x", advantages=(1.0, -1.0), by="hook",
+        sidecars=(sidecar(other[0], 0), None),
+    )  # fmt: skip
+    life.tell(right)
+    assert len(life.plans) == 1
+    again = Rerun("r", SERVICES["sampler"])
+    for told in life.log:
+        again.feed(told)
+    assert again.report().divergences == ()
+
+
+def test_sidecars_are_of_all_members_or_of_none() -> None:
+    with pytest.raises(ValidationError, match="1 sidecars for 2 advantages"):
+        SampleShaped(
+            source="math", sample="math-000000", estimator="x", advantages=(1.0, -1.0), by="hook",
+            sidecars=(sidecar(PAIR[0], 0),),
+        )  # fmt: skip
 
 
 def test_a_group_that_became_too_old_while_it_was_shaped_is_rejected_then() -> None:

@@ -98,6 +98,15 @@ def test_a_context_reads_its_own_rows_of_the_sidecar() -> None:
     assert sidecar.spans == (Span(start=3, end=4), Span(start=1, end=1), Span(start=1, end=3))
 
 
+def test_rows_of_a_sidecar_are_in_payload_order_however_the_contexts_are_listed() -> None:
+    plan = plan_of(
+        [sequence("s-0", [context(2, [0, 1, 1]), context(0, [0, 1])], sidecar=True)],
+        [(0, 0, 0, 0, 1, 1), (0, 1, 0, 0, 1, 1)],
+    )
+    _, sidecar = plan_window(plan, 0, 0).reads
+    assert sidecar.spans == (Span(start=1, end=3), Span(start=0, end=1))
+
+
 def test_the_golden_reads() -> None:
     window = plan_window(PLAN, 0, 1)
     assert [(read.sequence, read.header.key, read.spans, read.rows) for read in window.reads] == [
