@@ -113,7 +113,7 @@ def load(kind: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UnknownGrader(
-            f"grader {kind!r} cannot be imported: {error}; give none, or module:function"
+            f"grader {kind!r} cannot be imported: {error}; give none, or module:function, of a module that is installed or whose directory is in PYTHONPATH"
         ) from error
 
 

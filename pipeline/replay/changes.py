@@ -69,6 +69,8 @@ def _put(whole: dict[str, Any], path: str, value: Any) -> None:
     for depth, part in enumerate(parts):
         shown = ".".join(parts[:depth]) or "the decision part of the configuration"
         if isinstance(place, list):
+            if parts[:depth] != ["sources"]:
+                raise BadChange(f"{path}: {shown} is a list, which is changed as a whole: {shown}=[...]")
             sources = cast("list[dict[str, Any]]", place)
             names = [source.get("name") for source in sources]
             if part not in names:

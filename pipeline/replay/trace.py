@@ -30,6 +30,8 @@ from schemas.facts import (
 )
 
 _ATTEMPT = re.compile(r"(.+)-a[1-9][0-9]*")
+_OF = re.compile(r"(.+-[0-9]{6,})-r[0-9]+|(.+-[0-9]{6,}-[0-9]+)-.+")
+"""An id of a fact that a sample or a sequence has several of: graded or shaped anew, or scored."""
 _RECENT = 65_536
 _SHOWN = 5
 
@@ -102,6 +104,8 @@ class Tracer:
     def __init__(self, run: str, id_: str) -> None:
         attempt = _ATTEMPT.fullmatch(id_)
         self.id = f"{int(id_):06d}" if id_.isascii() and id_.isdigit() else (attempt[1] if attempt else id_)
+        of = _OF.fullmatch(self.id)
+        self._of = (of[1] or of[2]) if of else self.id
         self._core = SamplerCore(run)
         self.failed = ""
         """What the core raised, and on which message; empty if nothing. Batches after it have no members."""
@@ -121,9 +125,10 @@ class Tracer:
             self._known.setdefault(fact.sample)
             self._known[fact.sequence] = None
             self._times.setdefault(fact.sample, _Times(event.time))
-            if self.id in (fact.sample, fact.sequence) and self._kind is None:
-                self._kind = "sample" if self.id == fact.sample else "sequence"
-                self._sample = fact.sample
+            for id_ in (self.id, self._of):
+                if id_ in (fact.sample, fact.sequence) and self._kind is None:
+                    self.id, self._sample = id_, fact.sample
+                    self._kind = "sample" if id_ == fact.sample else "sequence"
         elif isinstance(fact, SampleShaped) and fact.sample in self._times:
             times = self._times[fact.sample]
             times.shaped = times.shaped or event.time

@@ -51,12 +51,14 @@ BUILT_IN: Mapping[str, str] = {
 }
 ENTRY_POINTS = "packtrain.hooks"
 """Group of the entry points by which other packages name their hooks."""
+REMEDY = "give module:Class, of a module that is installed or whose directory is in PYTHONPATH"
+"""For what cannot be imported."""
 WEIGHING = "segment_penalty"
 """The built-in hook that the strategy `weigh` needs."""
 BY_TOKEN = ("opd", "opd_topk")
 """Built-in hooks that make advantages by token."""
 _WEIGHS_ONE = (
-    f"hook {WEIGHING!r} weighs one advantage a sequence, and {{!r}} makes some by token: leave it out, and use the strategies "
+    f"hook {WEIGHING!r} weighs one advantage a sequence, and {{}} makes some by token: leave it out, and use the strategies "
     "scale, set, subtract or mask"
 )
 _ORDER: Mapping[Stage, int] = {"rewards": 0, "advantages": 1, "after": 2}
@@ -153,7 +155,7 @@ class Chain:
             signal = _checked(kind, signal, hook(signal))
         signal.made()
         if WEIGHING in self.kinds and any(tokens is not None for tokens in signal.tokens):
-            raise BadHook(_WEIGHS_ONE.format("another"))
+            raise BadHook(_WEIGHS_ONE.format("one of its source's other hooks"))
         return signal
 
     @property
@@ -216,7 +218,7 @@ def _by_token(kinds: Sequence[str]) -> None:
             f"before {kinds[first]!r}, with add = true and an estimator before both, or leave it out"
         )
     if WEIGHING in kinds and first < len(kinds):
-        raise BadHook(_WEIGHS_ONE.format(kinds[first]))
+        raise BadHook(_WEIGHS_ONE.format(repr(kinds[first])))
 
 
 def resolve(kind: str, options: Mapping[str, Any] | None = None) -> Hook:
@@ -233,7 +235,7 @@ def resolve(kind: str, options: Mapping[str, Any] | None = None) -> Hook:
     try:
         factory: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise BadHook(f"hook {kind!r} cannot be imported: {error}") from error
+        raise BadHook(f"hook {kind!r} cannot be imported: {error}; {REMEDY}") from error
     if options and "options" not in _parameters(factory):
         raise BadHook(f"hook {kind!r} has no options, and is given {', '.join(options)}: leave them out")
     return _hook(kind, factory(options=dict(options)) if options else factory())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.signal.chain_faults import chain_faults
-from pipeline.signal.hooks import BUILT_IN, BadHook, Chain, Member, Signal, built_in, chain, resolve
+from pipeline.signal.hooks import BUILT_IN, REMEDY, BadHook, Chain, Member, Signal, built_in, chain, resolve
 from schemas.config import RunConfig, Source
 from services.cli.check import faults
 from services.cli.check_hooks import check_hooks
@@ -331,7 +331,7 @@ def test_other_peoples_hooks_are_asked_in_a_process_of_their_own(monkeypatch: py
     )
     assert faults(config) == [
         (("sources", 0, "hooks", 1), f"hook {OWN!r} refuses its options: alpha: Input should be less than or equal to 1"),
-        (("sources", 1, "hooks", 0), "hook 'absent:X' cannot be imported: No module named 'absent'"),
+        (("sources", 1, "hooks", 0), f"hook 'absent:X' cannot be imported: No module named 'absent'; {REMEDY}"),
     ]  # fmt: skip
 
 

@@ -263,6 +263,14 @@ def test_a_setting_is_a_path_and_a_toml_value(setting: str, path: str, value: ob
     assert type(read_setting(setting)[1]) is type(value)
 
 
+def test_a_list_is_changed_as_a_whole() -> None:
+    recorded = {"sources": [{"name": "math", "hooks": [{"kind": "grpo"}]}]}
+    with pytest.raises(
+        BadChange, match=r"math\.hooks is a list, .* as a whole: sources\.math\.hooks=\[\.\.\.\]"
+    ):
+        change(recorded, [("sources.math.hooks.0.kind", "rloo")])
+
+
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [

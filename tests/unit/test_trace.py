@@ -78,7 +78,9 @@ def test_a_sequence_has_its_own_attempts_its_sample_and_its_batch() -> None:
         "arithmetic-000001-3-a1",
     }
     assert [node.type for node in trace.nodes][-1] == "policy.published"
-    assert traced("arithmetic-000001-3-a1") == trace
+    for of in ("arithmetic-000001-3-a1", "arithmetic-000001-3-large"):
+        assert traced(of) == trace
+    assert traced("arithmetic-000001-r1") == traced("arithmetic-000001")
 
 
 def test_all_attempts_of_a_sequence_are_in_its_life() -> None:
