@@ -16,6 +16,7 @@ from pydantic import StringConstraints
 
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,128}\Z"
 _NAME = re.compile(NAME_PATTERN)
+_ILLEGAL = re.compile(r"[^A-Za-z0-9_-]")
 _SUBJECT = re.compile(r"^rl(\.[A-Za-z0-9_-]{1,128}){5}\Z")
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
@@ -34,6 +35,11 @@ def checked_name(value: str, what: str) -> str:
             f"{what} {value[:140]!r} is not a legal name: use 1 to 128 of A-Z a-z 0-9 _ - (no dots, spaces or wildcards)"
         )
     return value
+
+
+def legal_name(text: str) -> str:
+    """A legal name made of any text that is not empty: what may not stand in one is a hyphen, and what is too long is cut."""
+    return _ILLEGAL.sub("-", text)[:128]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,10 @@ def batch(
     chosen = {s.name: members(groups, s, step, through, s.groups) for s in decisions.training()}
     if any(len(chosen[s.name]) < s.groups for s in decisions.training()):
         return None
+    taken = [group for each in chosen.values() for group in each]
+    factors = penalty_factors(taken, decisions)
     with _uncollected():
-        plan = make_plan([g for each in chosen.values() for g in each], decisions, run, step)
+        plan = make_plan(taken, decisions, run, step, factors)
         body = orjson.dumps(plan.model_dump(mode="json"))
     checksum = crc32c(body)
     key = plan_key(run, step, checksum)
@@ -89,7 +91,7 @@ def batch(
         sources={name: _share(each, step) for name, each in chosen.items()},
         microbatches=plan.microbatches,
         plan=Ref(key=key, bytes=len(body), crc32c=checksum),
-        factors=penalty_factors([g for each in chosen.values() for g in each], decisions),
+        factors=factors,
     )
     return Decision(fact, {key: body})
 
@@ -132,9 +134,10 @@ def penalty_factors(groups: list[Group], decisions: Decisions) -> PenaltyFactors
     )
 
 
-def make_plan(groups: list[Group], decisions: Decisions, run: str, step: int) -> Plan:
-    """The plan of a batch of these groups, each of which has a loss token."""
-    whole = penalty_factors(groups, decisions)
+def make_plan(
+    groups: list[Group], decisions: Decisions, run: str, step: int, whole: PenaltyFactors | None
+) -> Plan:
+    """The plan of a batch of these groups, each of which has a loss token; `whole`: its `penalty_factors`."""
     sequences: list[PlanSequence] = []
     rows: list[_Row] = []
     for group in groups:

@@ -13,13 +13,12 @@ A class stands for a function too: it is constructed with the grader's `options`
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol, cast
 
 from pipeline.graders.transcripts import Transcript
+from pipeline.plugin import Kinds
 from pipeline.signal.grading import Graded
 from schemas.facts import Artefact, SampleCompleted
 
@@ -35,6 +34,16 @@ Need = Literal["transcripts", "artefacts"]
 
 class UnknownGrader(ValueError):
     """A kind that names no grader, or options that it does not have; the message says which there are."""
+
+
+KINDS = Kinds(
+    "grader",
+    {NONE: "", **BUILT_IN},
+    UnknownGrader,
+    ENTRY_POINTS,
+    form="module:function",
+    remedy="give none, or module:function, of a module that is installed or whose directory is in PYTHONPATH",
+)
 
 
 class GraderFailed(Exception):
@@ -84,10 +93,10 @@ def make(kind: str, options: Mapping[str, Any] | None = None) -> Grader | None:
             )
         return None
     if kind in BUILT_IN:
-        return cast(Grader, load(kind)(given))
+        return cast(Grader, KINDS.load(kind)(given))
     from pipeline.graders.function import Function
 
-    found = load(kind)
+    found = KINDS.load(kind)
     if isinstance(found, type):
         found = cast("Callable[..., Any]", found)(**({"options": given} if given else {}))
     elif given:
@@ -97,26 +106,3 @@ def make(kind: str, options: Mapping[str, Any] | None = None) -> Grader | None:
     if not callable(found):
         raise UnknownGrader(f"grader {kind!r} is not callable; give none, or module:function")
     return Function(kind, cast("Callable[..., Any]", found))
-
-
-def load(kind: str) -> Any:
-    """What a kind names. Raises UnknownGrader."""
-    target = BUILT_IN.get(kind, kind)
-    if ":" not in target:
-        target = named().get(kind, "")
-    module, _, attribute = target.partition(":")
-    if not module or not attribute:
-        raise UnknownGrader(
-            f"grader {kind!r} is none of {sorted({NONE, *BUILT_IN, *named()})}, and not of the form module:function"
-        )
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UnknownGrader(
-            f"grader {kind!r} cannot be imported: {error}; give none, or module:function, of a module that is installed or whose directory is in PYTHONPATH"
-        ) from error
-
-
-def named() -> dict[str, str]:
-    """The module:function of each name that other packages gave. None takes a built-in one's place."""
-    return {p.name: p.value for p in entry_points(group=ENTRY_POINTS) if p.name not in {NONE, *BUILT_IN}}

@@ -13,14 +13,13 @@ method `check(environment, behaviour)` that raises ValueError for a source that 
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, Protocol, cast
 
 from pipeline.harnesses.environments.base import Environment, Task
+from pipeline.plugin import Kinds
 from schemas.config import Behaviour
 from schemas.names import checked_name
 
@@ -45,6 +44,9 @@ class InfraFailure(Exception):
 
 class UnknownHarness(ValueError):
     """A name that is no harness."""
+
+
+KINDS = Kinds("harness", BUILT_IN, UnknownHarness, ENTRY_POINTS)
 
 
 class Artefacts(Protocol):
@@ -113,21 +115,5 @@ class Harness(Protocol):
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Harness:
     """The harness of a built-in name, an entry point or `module:Class`; raises `UnknownHarness`, and what its constructor
     raises for options that it does not know (pydantic's ValidationError, by custom)."""
-    target = BUILT_IN.get(name, name)
-    if ":" not in target:
-        target = named().get(name, "")
-    module, _, attribute = target.partition(":")
-    if not module or not attribute:
-        raise UnknownHarness(
-            f"harness {name!r} is none of {sorted({*BUILT_IN, *named()})}, and not of the form module:Class"
-        )
-    try:
-        factory: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UnknownHarness(f"harness {name!r} cannot be imported: {error}") from error
+    factory: Any = KINDS.load(name)
     return cast(Harness, factory(options=dict(options)) if options else factory())
-
-
-def named() -> dict[str, str]:
-    """The module:Class of each name that other packages gave. None takes a built-in one's place."""
-    return {p.name: p.value for p in entry_points(group=ENTRY_POINTS) if p.name not in BUILT_IN}

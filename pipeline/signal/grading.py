@@ -10,7 +10,6 @@ Promises:
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, cast
 from pydantic import Field, ValidationError, field_validator
 
 from schemas.facts import MAX_REWARD, SampleCompleted, SampleGraded
+from schemas.names import legal_name
 from schemas.payload import Frozen, Ref
 
 MAX_ANSWER = 1 << 20
@@ -176,7 +176,7 @@ def graded_fact(
 ) -> SampleGraded:
     """`sample.graded` with an answer; `grader` is a kind as configured, `seconds` and `cost` what its tries took."""
     return SampleGraded(
-        source=completed.source, sample=completed.sample, revision=revision, grader=legal(grader), rewards=result.rewards,
+        source=completed.source, sample=completed.sample, revision=revision, grader=legal_name(grader), rewards=result.rewards,
         quality=result.quality, hacks=result.hacks, report=report, attempts=attempts, seconds=seconds, cost=cost,
     )  # fmt: skip
 
@@ -192,7 +192,7 @@ def kept_fact(
 ) -> SampleGraded:
     """`sample.graded` with the original rewards, and why. attempts: 0 says that an answer may yet come (`open_still`)."""
     return SampleGraded(
-        source=completed.source, sample=completed.sample, grader=legal(grader), rewards=completed.rewards,
+        source=completed.source, sample=completed.sample, grader=legal_name(grader), rewards=completed.rewards,
         fallback=line(reason), attempts=attempts, seconds=seconds, cost=cost,
     )  # fmt: skip
 
@@ -200,11 +200,6 @@ def kept_fact(
 def open_still(standing: SampleGraded) -> bool:
     """Whether a group with this revision 0 may yet get an answer: it went on without one, and no try's failure decided that."""
     return standing.fallback is not None and standing.attempts == 0
-
-
-def legal(grader: str) -> str:
-    """A legal name made of a kind."""
-    return re.sub(r"[^A-Za-z0-9_-]", "-", grader)[:128]
 
 
 def line(text: str, most: int = 500) -> str:

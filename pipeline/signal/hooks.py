@@ -16,20 +16,19 @@ service, never where a run is replayed.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.plugin import Kinds
+from schemas.names import legal_name
 from schemas.sources import Source
 
 Array = npt.NDArray[np.float64]
@@ -69,6 +68,9 @@ _SHOWN = 512
 
 class BadHook(ValueError):
     """A name that is no hook, a chain that is none, or a result that cannot be trained; names the hook and the remedy."""
+
+
+KINDS = Kinds("hook", BUILT_IN, BadHook, ENTRY_POINTS, remedy=REMEDY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,6 @@ class Chain:
     def kinds(self) -> tuple[str, ...]:
         return tuple(kind for kind, _ in self.hooks)
 
-    def find(self, kind: type[Any]) -> Any | None:
-        """The hook of that class, if there is one."""
-        return next((hook for _, hook in self.hooks if isinstance(hook, kind)), None)
-
 
 def chain(source: Source) -> Chain:
     """The source's hooks, or its estimator where it names none. Raises BadHook."""
@@ -204,7 +202,7 @@ def _chain(given: str) -> Chain:
         )
     _by_token([kind for kind, _ in hooks])
     columns = tuple(dict.fromkeys(name for _, hook in hooks for name in hook.columns))
-    estimator = re.sub(r"[^A-Za-z0-9_-]", "-", "-".join(makers))[:128]
+    estimator = legal_name("-".join(makers))
     shipped = all(kind in BUILT_IN for kind, _ in hooks)
     return Chain(hooks, columns, shipped and not columns, estimator)
 
@@ -224,18 +222,7 @@ def _by_token(kinds: Sequence[str]) -> None:
 def resolve(kind: str, options: Mapping[str, Any] | None = None) -> Hook:
     """The hook of a built-in name, an entry point or `module:Class`. Raises BadHook, and what its constructor raises for options
     that it does not know (pydantic's ValidationError, by custom)."""
-    target = BUILT_IN.get(kind, kind)
-    if ":" not in target:
-        target = named().get(kind, "")
-    module, _, attribute = target.partition(":")
-    if not module or not attribute:
-        raise BadHook(
-            f"hook {kind!r} is none of {sorted({*BUILT_IN, *named()})}, and not of the form module:Class"
-        )
-    try:
-        factory: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise BadHook(f"hook {kind!r} cannot be imported: {error}; {REMEDY}") from error
+    factory: Any = KINDS.load(kind)
     if options and "options" not in _parameters(factory):
         raise BadHook(f"hook {kind!r} has no options, and is given {', '.join(options)}: leave them out")
     return _hook(kind, factory(options=dict(options)) if options else factory())
@@ -257,11 +244,6 @@ def _hook(kind: str, made: Any) -> Hook:
     if not callable(made):
         raise BadHook(f"hook {kind!r} cannot be called: give it __call__(signal) -> Signal")
     return cast(Hook, made)
-
-
-def named() -> dict[str, str]:
-    """The module:Class of each name that other packages gave. None takes a built-in one's place."""
-    return {p.name: p.value for p in entry_points(group=ENTRY_POINTS) if p.name not in BUILT_IN}
 
 
 def _checked(kind: str, before: Signal, signal: Signal) -> Signal:

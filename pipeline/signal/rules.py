@@ -12,7 +12,6 @@ penalty's `options`, if there are any, else without arguments, once a process. I
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
@@ -20,6 +19,7 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.plugin import Kinds
 from schemas.signal import Penalty
 
 _SHIPPED = "pipeline.signal.shipped_rules"
@@ -35,6 +35,9 @@ BUILT_IN: Mapping[str, str] = {
 
 class BadRule(ValueError):
     """A name that is no rule; says what is."""
+
+
+KINDS = Kinds("rule", BUILT_IN, BadRule)
 
 
 class RuleFailed(Exception):
@@ -132,13 +135,7 @@ def judge_of(penalties: Sequence[Penalty]) -> Judge:
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Rule:
     """The rule of a built-in name or `module:Class`. Raises BadRule, and what its constructor raises for options that it does
     not know (pydantic's ValidationError, by custom)."""
-    module, _, attribute = BUILT_IN.get(name, name).partition(":")
-    if not module or not attribute:
-        raise BadRule(f"rule {name!r} is none of {sorted(BUILT_IN)}, and not of the form module:Class")
-    try:
-        factory: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise BadRule(f"rule {name!r} cannot be imported: {error}") from error
+    factory: Any = KINDS.load(name)
     rule = factory(options=dict(options)) if options else factory()
     if getattr(rule, "judges", None) not in ("turn", "results") or not callable(rule):
         raise BadRule(

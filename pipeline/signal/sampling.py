@@ -25,7 +25,8 @@ from schemas.facts import SampleAccepted, SampleCompleted, SampleRejected, Sampl
 
 _SMALLEST_GROUP = 2
 """Group-relative estimators compare: a group with fewer finished members is rejected as failed, unless configured."""
-_ZERO = 1e-12
+ZERO = 1e-12
+"""An advantage of less is none: what rounding leaves."""
 
 
 def staleness(group: Group, step: int) -> int:
@@ -147,7 +148,7 @@ def judge(
 
 
 def _all_zero(group: Group, made: Sequence[float]) -> bool:
-    return all(f.masked or abs(a) < _ZERO for f, a in zip(group.ordered(), made, strict=True))
+    return all(f.masked or abs(a) < ZERO for f, a in zip(group.ordered(), made, strict=True))
 
 
 def shape(group: Group, source: Source, revision: int) -> SampleShaped | SampleRejected | None:

@@ -19,7 +19,7 @@ import orjson
 
 from pipeline.signal.groups import Finished, Group
 from pipeline.signal.hooks import Chain, Columns, Signal
-from pipeline.signal.sampling import signal
+from pipeline.signal.sampling import ZERO, signal
 from schemas.envelope import Event
 from schemas.facts import (
     MAX_BODY,
@@ -37,7 +37,6 @@ from schemas.sources import Source
 
 Tokens = npt.NDArray[np.float32] | None
 """Advantages of a member's loss tokens; None: one stands for all."""
-_ZERO = 1e-12
 _SAMPLES = 10**9
 """Groups of one source in one run: more are not dispatched in a year."""
 COLUMN = "advantages"
@@ -111,7 +110,7 @@ def all_zero(made: Signal) -> bool:
     """Whether no member would be trained with an advantage."""
     members = zip(made.members, made.made(), by_token(made), strict=True)
     return all(
-        member.masked or np.max(np.abs(advantage if tokens is None else tokens)) < _ZERO
+        member.masked or np.max(np.abs(advantage if tokens is None else tokens)) < ZERO
         for member, advantage, tokens in members
     )
 

@@ -99,7 +99,7 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
     for i, pool in enumerate(config.pools):
         if pool.python:
             need(("pools", i, "python"), _check_python, pool.python)
-        if ":" in pool.harness or pool.python or pool.harness in harnesses.named():
+        if ":" in pool.harness or pool.python or pool.harness in harnesses.KINDS.named():
             asked.append((("pools", i, "harness"), Asked("harness", pool.harness, pool.options, pool.python)))
         else:
             need(("pools", i, "harness"), _check_harness, pool)

@@ -155,7 +155,7 @@ def test_a_mask_survives_a_dump() -> None:
     loaded.load(orjson.loads(orjson.dumps(life.core.dump())))
     assert [f.masked for f in loaded.groups[SAMPLE].ordered()] == [False, True, False]
     plans = [
-        make_plan([core.groups[SAMPLE]], core.decisions, "r", 1)
+        make_plan([core.groups[SAMPLE]], core.decisions, "r", 1, None)
         for core in (life.core, loaded)
         if core.decisions is not None
     ]

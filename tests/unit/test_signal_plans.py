@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from pipeline.batch.yielding import make_plan
+from pipeline.batch.yielding import make_plan, penalty_factors
 from schemas.facts import (
     BatchYielded,
     SequenceFinished,
@@ -102,7 +102,7 @@ def test_what_penalties_leave_nothing_of_is_dropped_from_context_to_sample() -> 
         (0, 8, True),
         (4, 8, False),
     ]
-    plan = make_plan([group], life.decisions, "r", 1)
+    plan = make_plan([group], life.decisions, "r", 1, penalty_factors([group], life.decisions))
     assert sorted((s, c) for s, c in zip(plan.rows.sequence, plan.rows.context, strict=True)) == [
         (0, 1),
         (2, 0),
