@@ -6,18 +6,20 @@ needs nothing but the log. Secrets are never in the configuration: it names the 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field, field_validator, model_validator
 
 from schemas.facts import MAX_BODY
 from schemas.names import Name
+from schemas.parallel import LayoutName, Sizes
 from schemas.section import Section
-from schemas.servers import Broker, Engine, Store
+from schemas.servers import Broker, Engine, Retention, Store
 from schemas.shares import largest_remainder
 from schemas.signal import Grader, Hook, Mixer, Penalty, Teacher
 from schemas.sources import Accept, Behaviour, Effect, Environment, Source, SourceName, Timeouts
+from schemas.vision import Vision
 
 __all__ = [
     "Accept",
@@ -36,6 +38,7 @@ __all__ = [
     "Packer",
     "Penalty",
     "Pool",
+    "Retention",
     "RunConfig",
     "Section",
     "Source",
@@ -44,6 +47,7 @@ __all__ = [
     "Teacher",
     "Timeouts",
     "Trainer",
+    "Vision",
 ]
 
 Resources = dict[str, Annotated[float, Field(ge=0)]]
@@ -145,30 +149,95 @@ class AgentLoop(Section):
 
 
 class Batch(Section):
-    """How a batch is cut."""
+    """How a batch is cut, and over which ranks."""
 
     dp: int = Field(default=2, ge=1, le=4096, description="data-parallel ranks")
-    token_budget: int = Field(default=4096, ge=16, description="tokens of one micro-batch, at most")
+    cp: int = Field(
+        default=1, ge=1, le=1024, description="context-parallel ranks, which share each micro-batch by tokens"
+    )
+    tp: int = Field(
+        default=1, ge=1, le=1024, description="tensor-parallel ranks, which share one copy of their window"
+    )
+    pp: int = Field(default=1, ge=1, le=1024, description="pipeline stages")
+    vpp: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="a rank's micro-batches are a multiple of this, as virtual pipeline stages want it",
+    )
+    pp_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(),
+        description="layers with routing (MoE) of each pipeline stage, by which payloads divide their routing; empty: an even division",
+    )
+    layout: LayoutName = Field(
+        default="contiguous",
+        description="how a pack is padded and cut over context-parallel ranks: megatron, verl, slime, contiguous, ulysses; also zigzag_pack and slime_allgather",
+    )
+    fp8: bool = Field(default=False, description="pad as FP8 kernels want it (layouts megatron, verl)")
+    adaptive_cp: bool = Field(
+        default=False,
+        description="give micro-batches of short contexts a smaller context-parallel size, a divisor of cp",
+    )
+    token_budget: int = Field(
+        default=4096,
+        ge=16,
+        description="tokens of one micro-batch at most, padding of its contexts included, over all its context-parallel ranks",
+    )
+    overlong: Literal["reject", "drop", "truncate"] = Field(
+        default="reject",
+        description="what becomes of a context that is longer than a micro-batch: its group is rejected, it is left out, or its beginning is, and what remains keeps its loss",
+    )
+    order: Literal["small_ends", "descending"] = Field(
+        default="small_ends",
+        description="a rank's micro-batches by cost: small ones at both ends, where pipelines fill and drain; or descending",
+    )
     ahead: int = Field(
         default=1, ge=0, le=64, description="batches that may be yielded before the step under way is trained"
     )
 
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.dp, self.cp, self.tp, self.pp)
+
+    @model_validator(mode="after")
+    def _stages(self) -> Batch:
+        if self.pp_layers and len(self.pp_layers) != self.pp:
+            raise ValueError(
+                f"pp_layers has {len(self.pp_layers)} entries for pp {self.pp}: give one a stage"
+            )
+        if self.fp8 and self.layout not in ("megatron", "verl"):
+            raise ValueError(f"fp8 pads for layouts megatron and verl, not for {self.layout!r}: leave it out")
+        return self
+
 
 class Packer(Section):
-    """The packers, one per data-parallel coordinate."""
+    """The packers, one per (dp, cp, pp) coordinate."""
 
     socket_dir: str = Field(
         default="", description="directory of the packers' Unix sockets; empty: in the run's directory"
+    )
+    columns: tuple[Literal["routed_experts", "candidates"], ...] = Field(
+        default=(), description="optional columns that windows have, where payloads do"
     )
     prefetch: int = Field(default=2, ge=1, le=64, description="windows built ahead of the trainer")
     memory_bytes: int = Field(
         default=1 << 30, ge=1 << 20, description="bytes of windows that may exist at once"
     )
+    quarantine: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of a batch's sequences that may be left out because their objects are damaged or gone; beyond it packing stops and says why",
+    )
 
 
 class Trainer(Section):
-    """The reference trainer."""
+    """The reference trainer, or yours."""
 
+    kind: Literal["reference", "external"] = Field(
+        default="reference",
+        description="reference: the launcher starts its ranks; external: yours takes windows from the packers and says what it has trained",
+    )
     lr: float = Field(default=1e-4, gt=0, description="AdamW learning rate")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="PPO ratio is clipped to at least 1 - this")
@@ -222,6 +291,7 @@ class RunConfig(Section):
     agent_loop: AgentLoop = AgentLoop()
     batch: Batch = Batch()
     packer: Packer = Packer()
+    retention: Retention = Retention()
     trainer: Trainer = Trainer()
     metrics: Metrics = Metrics()
     mixer: Mixer = Mixer()
@@ -274,10 +344,10 @@ class RunConfig(Section):
                     f"source {source.name!r}: behaviour.max_tokens {source.behaviour.max_tokens} leaves no room for a prompt in "
                     f"engine.max_context {self.engine.max_context}"
                 )
-        if self.engine.max_context > self.batch.token_budget:
+        if self.engine.max_context > self.batch.token_budget and self.batch.overlong == "reject":
             raise ValueError(
                 f"batch.token_budget {self.batch.token_budget} is below engine.max_context {self.engine.max_context}: "
-                "a full context would fit no micro-batch"
+                "a full context would fit no micro-batch; raise the budget, or set batch.overlong to drop or truncate"
             )
         members = sum(source.groups * source.group_size for source in self.sources)
         if members < self.batch.dp:

@@ -26,7 +26,7 @@ from schemas.names import NAME_PATTERN
 from schemas.plan import Plan
 from schemas.upcasters import UPCASTERS
 
-CONTRACT = "2.0.0"
+CONTRACT = "3.0.0"
 """Version of the documents. Raise the first number when a fact's version is raised, the second when something is added."""
 JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 DEAD_LETTER = "dead.letter"
@@ -61,12 +61,14 @@ ROUTES: dict[str, Route] = {
     "sequence.finished": Route("agent-loop host or launcher", "source", "sequence"),
     "sequence.failed": Route("agent-loop host or launcher", "source", "sequence"),
     "sequence.scored": Route("teacher", "source", "scored"),
+    "sequence.quarantined": Route("packer", "source", "sequence"),
     "sample.completed": Route("sampler", "source", "sample"),
     "sample.graded": Route("grader", "source", "graded"),
     "sample.accepted": Route("sampler", "source", "sample"),
     "sample.rejected": Route("sampler or hook", "source", "sample"),
     "sample.shaped": Route("sampler or hook", "source", "graded"),
     "batch.yielded": Route("sampler", ALL, "step"),
+    "batch.replanned": Route("sampler", ALL, "replan"),
     "window.packed": Route("packer", ALL, "window"),
     "batch.consumed": Route("trainer rank 0", ALL, "step"),
     "step.trained": Route("trainer rank 0", ALL, "step"),
@@ -87,6 +89,7 @@ _PARAMETERS: dict[str, tuple[str, str]] = {
     "attempt": ("attempt id: <sequence>-a<attempt>, of the body's sequence and attempt", "arithmetic-000012-3-a1"),
     "scored": ("<sequence>-<teacher>, of the body's fields", "arithmetic-000012-3-large"),
     "step": ("number of the batch, six digits or more with leading zeros", "000004"),
+    "replan": ("<step>-r<revision>, of the body's fields", "000004-r1"),
     "window": ("<step>-d<dp>-c<cp>-p<pp>-m<microbatch>, of the body's fields", "000004-d0-c0-p0-m2"),
     "reader": ("name of the work consumer that gave the message up, or `malformed`", "grader"),
     "position": ("stream sequence of the original message", "1207"),

@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from schemas.names import Name, Subject, attempt_id, sample_index, sequence_id
-from schemas.payload import ContextMeta, Frozen, PayloadHeader, Ref
+from schemas.payload import ContextMeta, Frozen, Key, PayloadHeader, Ref
 
 MAX_BODY = 64 * 1024
 ALL = "all"
 """Scope of facts that belong to no single source, pool or host."""
-RULES = 2
+RULES = 3
 """Version of the decision rules: raised when a core decides otherwise on the same events, so that a recorded run names
 the rules that made it."""
 MAX_REWARD = 1e9
@@ -61,7 +61,7 @@ class RunStarted(Fact):
     """A run begins. Carries the configuration that decisions depend on, so that a refold needs nothing else."""
 
     type: ClassVar[str] = "run.started"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     run: Name = Field(description="run id, the same as in the subject and the stream's name")
     config: dict[str, Any] = Field(
         description="the decision part of the configuration, as `RunConfig.decisions()` gives it"
@@ -242,7 +242,7 @@ class SequenceFinished(_SequenceFact):
     """One attempt finished the sequence; its payload is in the store. At most one per sequence."""
 
     type: ClassVar[str] = "sequence.finished"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     attempt: int = Field(ge=1, description="the attempt that finished it, from 1")
     reward: Reward = Field(description="the verifier's reward, in the environment's own scale")
     termination: Name = Field(
@@ -261,7 +261,7 @@ class SequenceFailed(_SequenceFact):
     """Every attempt failed; the sequence will never be trained. What its last attempt had sampled is kept."""
 
     type: ClassVar[str] = "sequence.failed"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     attempts: int = Field(ge=0, description="attempts that were made")
     failure: Failure = Field(description="why the last attempt failed")
     contexts: tuple[ContextMeta, ...] = Field(
@@ -297,6 +297,25 @@ class SequenceScored(_SequenceFact):
 
     def id(self) -> str:
         return f"{self.sequence}-{self.teacher}"
+
+
+class SequenceQuarantined(_SequenceFact):
+    """An object of a sequence that a batch needs is damaged or gone: the sequence is trained in no step from then on. Its packer
+    says so, once."""
+
+    type: ClassVar[str] = "sequence.quarantined"
+    step: int = Field(ge=1, description="the batch that the sequence is in")
+    reason: Literal["damaged", "missing"] = Field(
+        description="damaged: bytes do not match their checksum, or the object is too short; missing: there is no object"
+    )
+    key: Key = Field(description="the object: the sequence's payload or a sidecar")
+    column: str = Field(
+        default="", max_length=128, description="the damaged column; empty: the object as a whole"
+    )
+    block: int | None = Field(
+        default=None, ge=0, description="the damaged block of BLOCK_TOKENS rows; null: the object as a whole"
+    )
+    detail: str = Field(default="", max_length=2000, description="for people: the error's text, cut")
 
 
 class _SampleFact(Fact):
@@ -491,6 +510,24 @@ class BatchYielded(Fact):
         return self.id()
 
 
+class BatchReplanned(Fact):
+    """A batch without some of its sequences: its plan stands, but their rows carry no loss, as if their advantages were 0. All
+    other rows keep their places and weights. The newest revision of a step counts."""
+
+    type: ClassVar[str] = "batch.replanned"
+    step: int = Field(ge=1, description="number of the batch")
+    revision: int = Field(ge=1, description="how often the batch has been planned anew, with this time")
+    without: tuple[Name, ...] = Field(
+        min_length=1, description="ids of the sequences that are left out, of this and all earlier revisions"
+    )
+
+    def id(self) -> str:
+        return f"{self.step:06d}-r{self.revision}"
+
+    def correlation(self) -> str | None:
+        return f"{self.step:06d}"
+
+
 class WindowPacked(Fact):
     """A packer has built one micro-batch for its coordinate."""
 
@@ -564,12 +601,14 @@ FACTS: dict[str, type[Fact]] = {
         SequenceFinished,
         SequenceFailed,
         SequenceScored,
+        SequenceQuarantined,
         SampleCompleted,
         SampleGraded,
         SampleAccepted,
         SampleRejected,
         SampleShaped,
         BatchYielded,
+        BatchReplanned,
         WindowPacked,
         BatchConsumed,
         StepTrained,

@@ -19,6 +19,13 @@ def sidecar_key(payload: str, name: str) -> str:
     return f"{payload.removesuffix('.safetensors')}.{name}.safetensors"
 
 
+def image_key(run: str, digest: str) -> str:
+    """An image as it was received, once in a run; `digest`: its SHA-256 in hexadecimal."""
+    if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+        raise ValueError(f"image digest {digest[:80]!r} is not a SHA-256 in hexadecimal")
+    return f"{run_prefix(run)}/images/{digest}"
+
+
 def grading_key(run: str, source: str, sample: str) -> str:
     """A grader's whole answer on a group, of which there is at most one: as its revision 0, or late as its revision 1."""
     return f"{run_prefix(run)}/grading/{checked_name(source, 'source')}/{checked_name(sample, 'sample')}.json"

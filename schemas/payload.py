@@ -15,6 +15,8 @@ from schemas.names import Name
 PAYLOAD_VERSION = 1
 BLOCK_TOKENS = 65_536
 """Rows (of the column's first dimension) that one CRC32C covers."""
+GRANULE_ROWS = 128
+"""Rows that one CRC32C of a table of `Checksums` covers."""
 
 Key = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*$", max_length=512)
@@ -50,6 +52,14 @@ class Ref(Frozen):
     crc32c: Crc32c = Field(description="CRC-32C (Castagnoli) of the whole object")
 
 
+def _none(value: object) -> bool:
+    return not value
+
+
+def _one(value: object) -> bool:
+    return value == 1
+
+
 class ColumnHeader(Frozen):
     """Where one column lies in the object."""
 
@@ -65,6 +75,17 @@ class ColumnHeader(Frozen):
     crc32c: tuple[Crc32c, ...] = Field(description="one per BLOCK_TOKENS rows, in order")
 
 
+class Checksums(Frozen):
+    """A column of the payload that has the CRC32C of small parts of other columns, so that a short range of a long one can be
+    verified by itself. Element [g, c], an int32 with the checksum's bits, is of rows [g * GRANULE_ROWS, (g + 1) * GRANULE_ROWS)
+    of `columns[c]`, which all have the same number of rows."""
+
+    table: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)] = Field(
+        description="name of the column that has them: int32 [ceil(rows / GRANULE_ROWS), columns]"
+    )
+    columns: tuple[str, ...] = Field(min_length=1, description="the columns that they are of")
+
+
 class PayloadHeader(Frozen):
     """What `sequence.finished` says about its payload object."""
 
@@ -72,6 +93,11 @@ class PayloadHeader(Frozen):
     key: Key = Field(description="object key, relative to the store's root")
     bytes: int = Field(ge=0, description="size of the whole object")
     columns: tuple[ColumnHeader, ...] = Field(description="in the order in which they lie in the object")
+    checksums: tuple[Checksums, ...] = Field(
+        default=(),
+        exclude_if=_none,
+        description="of parts of the columns that are long or wide; a column is in at most one of them; left out: there are none",
+    )
 
     def column(self, name: str) -> ColumnHeader:
         """The column's header; raises KeyError naming the columns that there are."""
@@ -92,8 +118,23 @@ class Span(Frozen):
     end: int = Field(ge=0, description="row after the last")
 
 
-def _none(value: object) -> bool:
-    return not value
+class ImageItem(Frozen):
+    """An image that a context shows: all that the planning of its encoding needs."""
+
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = Field(
+        description="SHA-256 of the image's bytes as received, in hexadecimal; its object is `images/<digest>` of the run"
+    )
+    bytes: int = Field(ge=1, description="size of the object")
+    height: int = Field(ge=1, description="pixels, as the object has them")
+    width: int = Field(ge=1, description="pixels, as the object has them")
+    patches: int = Field(
+        ge=1, description="patches that the encoder sees, of all frames, after the processor's resizing"
+    )
+    frames: int = Field(
+        default=1, ge=1, exclude_if=_one, description="frames of equal size; 1: a still image"
+    )
+    start: int = Field(ge=0, description="first of its tokens, from the context's own row 0")
+    end: int = Field(ge=1, description="token after its last: one token for each row of the encoder's output")
 
 
 class Flag(Frozen):
@@ -120,6 +161,15 @@ class ContextMeta(Frozen):
         exclude_if=_none,
         description="sampled rows that the source's penalties have flagged, ascending, disjoint",
     )
+    spilled: int = Field(
+        default=0,
+        ge=0,
+        exclude_if=_none,
+        description="rows with loss_mask 1, when their spans are too many for an event: then loss_spans is empty, and the spans are the payload's `segments` that carry loss; 0: loss_spans has them",
+    )
+    images: tuple[ImageItem, ...] = Field(
+        default=(), exclude_if=_none, description="the images that it shows, ascending by token, disjoint"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ContextMeta:
@@ -138,6 +188,18 @@ class ContextMeta(Frozen):
                     f"flagged rows [{flag.start}, {flag.end}) of a context of {self.tokens} tokens are empty, outside, or not after row {at}"
                 )
             at = flag.end
+        at = 0
+        for image in self.images:
+            if not at <= image.start < image.end <= self.tokens:
+                raise ValueError(
+                    f"image {image.digest[:12]} at tokens [{image.start}, {image.end}) of a context of {self.tokens} is empty, outside, or not after token {at}"
+                )
+            at = image.end
+        if self.spilled and (self.loss_spans or self.flags):
+            raise ValueError(
+                f"{self.spilled} loss tokens are left to the payload's segments, but there are {len(self.loss_spans)} loss spans and "
+                f"{len(self.flags)} flags: a context has all of its spans, or none and no flags"
+            )
         if self.loss_tokens() > self.generated:
             raise ValueError(
                 f"{self.loss_tokens()} tokens carry loss, but only {self.generated} were generated"
@@ -147,4 +209,4 @@ class ContextMeta(Frozen):
         return self
 
     def loss_tokens(self) -> int:
-        return sum(span.end - span.start for span in self.loss_spans)
+        return self.spilled or sum(span.end - span.start for span in self.loss_spans)

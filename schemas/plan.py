@@ -3,8 +3,8 @@
 Written once to the store by the sampler at yield, read by the packers. Metadata only: making it touches no tensor.
 
 Promises (`Plan.check` checks them):
-- every row's context is in exactly one (dp, microbatch), and every rank has the same number of micro-batches;
-- no micro-batch holds more than `token_budget` tokens; one of a batch with fewer rows than micro-batches is empty;
+- every row's context is in exactly one pack, (dp, microbatch, group), and every rank has the same number of micro-batches;
+- no micro-batch holds more than `token_budget` padded tokens; one of a batch with fewer rows than micro-batches is empty;
 - denominators ride in the plan: a row's `loss_weight` is per trained token, so ranks only sum, and to 1;
 - what penalties change is a loss token of its row's context, and is changed once;
 - a sidecar has one advantage for each loss token of its sequence.
@@ -18,6 +18,7 @@ from typing import Literal
 from pydantic import Field
 
 from schemas.names import Name
+from schemas.parallel import LayoutName
 from schemas.payload import ContextMeta, Frozen, PayloadHeader, Span
 
 PLAN_VERSION = 1
@@ -27,6 +28,14 @@ _WEIGHT_ERROR = 1e-6
 
 def _absent(value: object) -> bool:
     return not value
+
+
+def _one(value: object) -> bool:
+    return value == 1
+
+
+def _contiguous(value: object) -> bool:
+    return value == "contiguous"
 
 
 class PlanSequence(Frozen):
@@ -60,6 +69,16 @@ class PlanRows(Frozen):
         exclude_if=_absent,
         description="what the advantages of the row are multiplied by, outside its changed tokens; left out: 1",
     )
+    group: tuple[int, ...] = Field(
+        default=(),
+        exclude_if=_absent,
+        description="in a micro-batch whose context-parallel size is below the plan's cp: which of its cp / size packs; pack g is of the context-parallel ranks [g * size, (g + 1) * size); left out: 0",
+    )
+    skip: tuple[int, ...] = Field(
+        default=(),
+        exclude_if=_absent,
+        description="tokens at the context's beginning that are left out, because it is longer than a micro-batch; left out: 0",
+    )
 
 
 class PlanChanges(Frozen):
@@ -76,6 +95,17 @@ class PlanChanges(Frozen):
     keep: tuple[bool, ...] = Field(description="whether the tokens are trained")
 
 
+class PlanImages(Frozen):
+    """Who encodes which image, as columns, all of one length: one entry for each image of each micro-batch number, whatever the
+    number of contexts and data-parallel ranks that show it there. Its size and patches are in the contexts that show it."""
+
+    microbatch: tuple[int, ...] = Field(description="number of the micro-batch, ascending")
+    digest: tuple[str, ...] = Field(description="of the image; once in a micro-batch number")
+    encoder: tuple[int, ...] = Field(
+        description="the rank that encodes it: dp * cp + c is context-parallel rank c of data-parallel rank dp"
+    )
+
+
 class Plan(Frozen):
     """The plan of one batch; `check` asserts what its fields must say together."""
 
@@ -85,6 +115,22 @@ class Plan(Frozen):
     policy_version: int = Field(ge=0, description="version that the batch will update")
     dp: int = Field(ge=1, description="data-parallel ranks")
     cp: int = Field(default=1, ge=1, description="context-parallel ranks")
+    tp: int = Field(
+        default=1, ge=1, exclude_if=_one, description="tensor-parallel ranks, by which rows are padded"
+    )
+    layout: LayoutName = Field(
+        default="contiguous",
+        exclude_if=_contiguous,
+        description="how packs are padded and cut over context-parallel ranks; left out: contiguous",
+    )
+    fp8: bool = Field(
+        default=False, exclude_if=_absent, description="whether rows are padded as FP8 kernels want them"
+    )
+    cp_sizes: tuple[int, ...] = Field(
+        default=(),
+        exclude_if=_absent,
+        description="context-parallel size of each micro-batch number, a divisor of cp; left out: cp",
+    )
     microbatches: int = Field(ge=1, description="per data-parallel rank")
     token_budget: int = Field(ge=1, description="largest micro-batch, in tokens")
     loss_tokens: int = Field(ge=0, description="of the whole batch")
@@ -92,6 +138,9 @@ class Plan(Frozen):
     rows: PlanRows = Field(description="the contexts that are trained, one a row, as columns")
     changes: PlanChanges | None = Field(
         default=None, exclude_if=_absent, description="of flagged tokens; left out: there are none"
+    )
+    images: PlanImages | None = Field(
+        default=None, exclude_if=_absent, description="of contexts with images; left out: there are none"
     )
 
     def check(self) -> None:
@@ -121,8 +170,9 @@ class Plan(Frozen):
         rows = self.rows
         count = len(rows.sequence)
         lengths = {name: len(getattr(rows, name)) for name in type(rows).model_fields}
-        if not rows.scale:
-            del lengths["scale"]
+        for optional in ("scale", "group", "skip"):
+            if not getattr(rows, optional):
+                del lengths[optional]
         if set(lengths.values()) != {count}:
             raise ValueError(f"{self._name()}: columns of unequal length {lengths}")
         seen: set[tuple[int, int]] = set()

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from schemas.section import Section
+from schemas.vision import Vision
 
 _SHORTEST_AGE_S = 3600.0
 
@@ -70,6 +71,32 @@ class Store(Section):
     _url = field_validator("url", "endpoint")(without_credentials)
 
 
+class Retention(Section):
+    """Which payloads, sidecars and artefacts are removed from the store, and when. Nothing that a batch may still need is."""
+
+    rejected_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps after which what a rejected group, a failed sequence or a superseded attempt left is removed; 0: never",
+    )
+    consumed_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps after which what a trained batch was made of is removed; a trainer can go back no further; 0: never",
+    )
+    checkpoint_steps: int = Field(
+        default=0,
+        ge=0,
+        description="weights and optimizer states of the last so many steps are kept; 0: all",
+    )
+    expire_days: int = Field(
+        default=0,
+        ge=0,
+        le=3650,
+        description="days after which the bucket's own lifecycle expires a run's payloads, as a backstop; 0: never",
+    )
+
+
 class Engine(Section):
     """The inference engine, spoken to token-in/token-out in vLLM's wire format."""
 
@@ -108,6 +135,8 @@ class Engine(Section):
     reasoning_parser: str = Field(
         default="auto", description="how reasoning is read: auto, none, think, or module:Class"
     )
+
+    vision: Vision = Vision()
 
     _url = field_validator("url")(without_credentials)
 

@@ -25,6 +25,15 @@ def _run_started_2(body: Body) -> Body:
     return body
 
 
+def _run_started_3(body: Body) -> Body:
+    """Version 4 may order micro-batches otherwise; before, a rank's came by descending cost."""
+    match body:
+        case {"config": {"batch": {} as batch} as config}:
+            return {**body, "config": {**config, "batch": {"order": "descending", **batch}}}
+        case _:
+            return body
+
+
 def _sequence_failed_1(body: Body) -> Body:
     """Version 2 may keep tokens; those of version 1 were dropped."""
     return body
@@ -37,6 +46,16 @@ def _sequence_verified_1(body: Body) -> Body:
 
 def _sequence_failed_2(body: Body) -> Body:
     """Version 3 may flag rows of its contexts."""
+    return body
+
+
+def _sequence_failed_3(body: Body) -> Body:
+    """Version 4 may have images, spans that are left to the payload, and checksums of small parts."""
+    return body
+
+
+def _sequence_finished_2(body: Body) -> Body:
+    """Version 3 may have images, spans that are left to the payload, and checksums of small parts."""
     return body
 
 
@@ -73,9 +92,12 @@ def _batch_yielded_1(body: Body) -> Body:
 UPCASTERS: dict[tuple[str, int], Callable[[Body], Body]] = {
     ("run.started", 1): _run_started_1,
     ("run.started", 2): _run_started_2,
+    ("run.started", 3): _run_started_3,
     ("sequence.failed", 1): _sequence_failed_1,
     ("sequence.failed", 2): _sequence_failed_2,
+    ("sequence.failed", 3): _sequence_failed_3,
     ("sequence.finished", 1): _sequence_finished_1,
+    ("sequence.finished", 2): _sequence_finished_2,
     ("sequence.scored", 1): _sequence_scored_1,
     ("sample.graded", 1): _sample_graded_1,
     ("sample.rejected", 1): _sample_rejected_1,

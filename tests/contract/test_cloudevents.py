@@ -19,7 +19,16 @@ from nats.js.api import RawStreamMsg
 from pipeline.log import Log
 from schemas.documents import DEAD_LETTER
 from schemas.envelope import EXPECTED_LAST, Event, Invalid, decode, encode
-from schemas.facts import FACTS, Fact, Failure, LimitChanged, SequenceFailed, SequenceScored
+from schemas.facts import (
+    FACTS,
+    BatchReplanned,
+    Fact,
+    Failure,
+    LimitChanged,
+    SequenceFailed,
+    SequenceQuarantined,
+    SequenceScored,
+)
 from schemas.names import dead_letter_subject, stream_name
 from schemas.payload import PayloadHeader
 from tests.natsserver import NatsServer
@@ -42,7 +51,20 @@ SCORED = SequenceScored(
     tokens=12,
     scores=PayloadHeader(key="runs/r/teacher/math-000001-0.safetensors", bytes=100, columns=()),
 )
+QUARANTINED = SequenceQuarantined(
+    source="math",
+    sample="math-000001",
+    sequence="math-000001-0",
+    step=3,
+    reason="damaged",
+    key="runs/r/payloads/math/math-000001-0-a1.safetensors",
+    column="tokens",
+    block=0,
+)
+REPLANNED = BatchReplanned(step=3, revision=1, without=("math-000001-0",))
 EXAMPLES: dict[str, Fact] = {
+    QUARANTINED.type: QUARANTINED,
+    REPLANNED.type: REPLANNED,
     **{event.fact.type: event.fact for event in reversed(demo_events())},
     FAILED.type: FAILED,
     LIMITED.type: LIMITED,

@@ -64,7 +64,7 @@ def test_learn_holds_out_tasks_of_a_seed_that_is_never_trained() -> None:
         (
             "dp = 2",
             "dp = 2\nzzz = 1",
-            "f.toml:10: unknown key batch.zzz; known keys here: ahead, dp, token_budget",
+            "f.toml:10: unknown key batch.zzz; known keys here: adaptive_cp, ahead, cp, dp,",
         ),
         ('run = "demo"', 'run = "a.b"', "f.toml:2: run = 'a.b'"),
         ('pool = "tool"', 'pool = "tol"', "source 'calculator' is bound to pool 'tol', which does not exist"),

@@ -14,6 +14,7 @@ from schemas.facts import (
     FACTS,
     MAX_BODY,
     BatchConsumed,
+    BatchReplanned,
     BatchYielded,
     Fact,
     Failure,
@@ -30,6 +31,7 @@ from schemas.facts import (
     SequenceFailed,
     SequenceFinished,
     SequenceOpened,
+    SequenceQuarantined,
     SequenceScored,
     SequenceVerified,
     SourceShare,
@@ -171,6 +173,16 @@ STRATEGIES: dict[type[Fact], st.SearchStrategy[Any]] = {
     ),
     SequenceFailed: st.builds(SequenceFailed, **SEQUENCE, attempts=COUNTS, failure=FAILURES),
     SequenceScored: st.builds(SequenceScored, **SEQUENCE, teacher=NAMES, tokens=COUNTS, scores=HEADERS),
+    SequenceQuarantined: st.builds(
+        SequenceQuarantined,
+        **SEQUENCE,
+        step=STEPS,
+        reason=st.sampled_from(["damaged", "missing"]),
+        key=st.just("runs/r/payloads/s/s-000000-0-a1.safetensors"),
+        column=NAMES,
+        block=st.none() | COUNTS,
+        detail=TEXT,
+    ),
     SampleCompleted: completions(),
     SampleGraded: st.builds(SampleGraded, **SAMPLE, grader=NAMES, rewards=REWARDS, fallback=st.none() | TEXT),
     SampleAccepted: st.builds(
@@ -180,6 +192,9 @@ STRATEGIES: dict[type[Fact], st.SearchStrategy[Any]] = {
         SampleRejected, **SAMPLE, reason=st.sampled_from(["stale", "failed"]), pass_rate=st.none() | FLOATS
     ),
     SampleShaped: st.builds(SampleShaped, **SAMPLE, revision=COUNTS, estimator=NAMES, advantages=REWARDS),
+    BatchReplanned: st.builds(
+        BatchReplanned, step=STEPS, revision=STEPS, without=st.lists(NAMES, min_size=1, max_size=3).map(tuple)
+    ),
     BatchYielded: st.builds(
         BatchYielded,
         step=STEPS,

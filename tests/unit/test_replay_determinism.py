@@ -101,6 +101,8 @@ def test_every_message_of_the_version_1_stream_reads_as_an_event_of_today() -> N
     assert FACTS.keys() - {type_ for type_, _ in versions} == {
         "sequence.failed",
         "sequence.scored",
+        "sequence.quarantined",
+        "batch.replanned",
         "limit.changed",
     }
     started = demo_events()[0].fact
