@@ -24,7 +24,7 @@ import numpy as np
 import obstore
 from obstore.store import LocalStore
 
-from pipeline.batch.windows import pack, plan_window, split
+from pipeline.batch.windows import pack, plan_window
 from pipeline.feed.memfd import SealedWindow, plan_layout, seal
 from pipeline.store import ObjectStore
 from pipeline.store.payload import encode_payload, read_columns, write_payload
@@ -196,14 +196,20 @@ async def window(contexts: int, tokens: int, rounds: int) -> list[Figure]:
         rows=rows,
     )
     planned = plan_window(plan, 0, 0)
-    got = [dict(columns) for _ in planned.reads]
-    packed = pack(planned, split(planned, got))
+    got = [
+        {
+            name: np.concatenate([columns[name][s.start : s.end] for s in spans])
+            for name, spans in read.spans.items()
+        }
+        for read in planned.reads
+    ]
+    packed = pack(planned, got)
     layout = plan_layout({}, {name: (array.dtype.name, array.shape) for name, array in packed.items()})
     target = bytearray(layout.size)
     source = bytes(layout.size)
 
     async def packing(_: int) -> None:
-        pack(planned, split(planned, got))
+        pack(planned, got)
 
     async def sealing(_: int) -> None:
         os.close(seal(layout, packed))

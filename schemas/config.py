@@ -242,9 +242,29 @@ class Trainer(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="PPO ratio is clipped to at least 1 - this")
     clip_high: float = Field(default=0.28, gt=0, description="PPO ratio is clipped to at most 1 + this")
+    clip_positive_low: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="where the advantage is positive, a ratio below this has no gradient; 0: no such bound",
+    )
+    clip_negative_high: float = Field(
+        default=0.0,
+        ge=0,
+        description="where the advantage is negative, a ratio above this, dual-clip PPO's c > 1, has no gradient; 0: no such bound",
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this global norm")
     rendezvous: str = Field(default="", description="host:port of rank 0; empty: a free loopback port")
     threads: int = Field(default=1, ge=1, le=256, description="torch threads of a rank")
+
+    @field_validator("clip_negative_high")
+    @classmethod
+    def _above_one(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError(
+                f"a bound of {value} would stop what has only begun to move: give more than 1, or 0"
+            )
+        return value
 
 
 class Metrics(Section):
@@ -349,6 +369,10 @@ class RunConfig(Section):
                 f"batch.token_budget {self.batch.token_budget} is below engine.max_context {self.engine.max_context}: "
                 "a full context would fit no micro-batch; raise the budget, or set batch.overlong to drop or truncate"
             )
+        if self.trainer.kind == "reference" and self.batch.pp > 1:
+            raise ValueError(
+                f"batch.pp is {self.batch.pp}, and the reference trainer has no pipeline stages: set pp to 1, or trainer.kind to external"
+            )
         members = sum(source.groups * source.group_size for source in self.sources)
         if members < self.batch.dp:
             raise ValueError(
@@ -373,8 +397,9 @@ class RunConfig(Section):
         return largest_remainder(self.host_budget, {pool.name: pool.share for pool in self.pools})
 
     def decisions(self) -> dict[str, Any]:
-        """What decide() functions may read: steps, batch, mixer and sources. JSON values only."""
+        """What decide() functions may read: steps, batch, mixer, sources and what encoding an image costs. JSON values only."""
         whole = self.model_dump(mode="json")
+        whole["vision"] = whole["engine"]["vision"]
         return {key: whole[key] for key in Decisions.model_fields}
 
 
@@ -384,6 +409,8 @@ class Decisions(Section):
     steps: int
     batch: Batch
     mixer: Mixer = Mixer()
+    vision: Vision = Vision()
+    """`engine.vision`."""
     sources: tuple[Source, ...]
 
     def source(self, name: str) -> Source:

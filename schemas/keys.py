@@ -9,6 +9,11 @@ def run_prefix(run: str) -> str:
     return f"runs/{checked_name(run, 'run')}"
 
 
+def claim_key(run: str) -> str:
+    """Names the log that the run's objects belong to."""
+    return f"{run_prefix(run)}/run.json"
+
+
 def payload_key(run: str, source: str, attempt: str) -> str:
     """The payload of one attempt of a sequence."""
     return f"{run_prefix(run)}/payloads/{checked_name(source, 'source')}/{checked_name(attempt, 'attempt id')}.safetensors"

@@ -15,7 +15,7 @@ from schemas.names import Name
 PAYLOAD_VERSION = 1
 BLOCK_TOKENS = 65_536
 """Rows (of the column's first dimension) that one CRC32C covers."""
-GRANULE_ROWS = 128
+GRANULE_ROWS = 64
 """Rows that one CRC32C of a table of `Checksums` covers."""
 
 Key = Annotated[
@@ -208,5 +208,11 @@ class ContextMeta(Frozen):
             raise ValueError(f"min_version {self.min_version} is above max_version {self.max_version}")
         return self
 
-    def loss_tokens(self) -> int:
-        return self.spilled or sum(span.end - span.start for span in self.loss_spans)
+    def loss_tokens(self, skip: int = 0) -> int:
+        """Rows with loss_mask 1 that are left when the first `skip` rows are left out. The first row that is kept then counts
+        not: no row before it predicts it. Raises ValueError where its spans are not here, so that they cannot be cut."""
+        if not skip:
+            return self.spilled or sum(span.end - span.start for span in self.loss_spans)
+        if self.spilled:
+            raise ValueError(f"context {self.label}, whose spans are in the payload, is cut by {skip} tokens")
+        return sum(max(0, span.end - max(span.start, skip + 1)) for span in self.loss_spans)

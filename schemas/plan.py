@@ -4,7 +4,10 @@ Written once to the store by the sampler at yield, read by the packers. Metadata
 
 Promises (`Plan.check` checks them):
 - every row's context is in exactly one pack, (dp, microbatch, group), and every rank has the same number of micro-batches;
-- no micro-batch holds more than `token_budget` padded tokens; one of a batch with fewer rows than micro-batches is empty;
+- no pack holds more than `token_budget * size / cp` tokens, where `size` is the context-parallel size of its micro-batch; whoever
+  makes the plan counts padding too, which is the layout's; one of a batch with fewer rows than packs is empty;
+- of a context that is cut its last tokens are left, with the loss that they carry, but for the first of them;
+- every image that a row shows has one encoder in the row's micro-batch number, and no other image has any;
 - denominators ride in the plan: a row's `loss_weight` is per trained token, so ranks only sum, and to 1;
 - what penalties change is a loss token of its row's context, and is changed once;
 - a sidecar has one advantage for each loss token of its sequence.
@@ -12,9 +15,11 @@ Promises (`Plan.check` checks them):
 
 from __future__ import annotations
 
+from collections import Counter
 from math import fsum
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
 from schemas.names import Name
@@ -145,11 +150,17 @@ class Plan(Frozen):
 
     def check(self) -> None:
         """Asserts the promises; raises ValueError that names the row, sequence or micro-batch at fault."""
+        self._check_rows()
         self._check_places()
+        self._check_images()
         self._check_sidecars()
         untrained = self._check_changes()
         rows = self.rows
-        trained = [self._context(i).loss_tokens() - untrained[i] for i in range(len(untrained))]
+        skips = rows.skip or [0] * len(untrained)
+        trained = [
+            self._context(i).loss_tokens(skip) - lost
+            for i, (skip, lost) in enumerate(zip(skips, untrained, strict=True))
+        ]
         if sum(trained) != self.loss_tokens:
             raise ValueError(
                 f"{self._name()}: its rows have {sum(trained)} trained tokens, loss_tokens is {self.loss_tokens}"
@@ -166,7 +177,8 @@ class Plan(Frozen):
     def _context(self, row: int) -> ContextMeta:
         return self.sequences[self.rows.sequence[row]].contexts[self.rows.context[row]]
 
-    def _check_places(self) -> None:
+    def _check_rows(self) -> None:
+        """That every row is of a context, each of another, and what is cut of it."""
         rows = self.rows
         count = len(rows.sequence)
         lengths = {name: len(getattr(rows, name)) for name in type(rows).model_fields}
@@ -175,29 +187,90 @@ class Plan(Frozen):
                 del lengths[optional]
         if set(lengths.values()) != {count}:
             raise ValueError(f"{self._name()}: columns of unequal length {lengths}")
-        seen: set[tuple[int, int]] = set()
-        fill: dict[tuple[int, int], int] = {}
-        for i in range(count):
-            if not 0 <= rows.sequence[i] < len(self.sequences):
+        contexts = [len(sequence.contexts) for sequence in self.sequences]
+        for i, (sequence, context) in enumerate(zip(rows.sequence, rows.context, strict=True)):
+            if not 0 <= sequence < len(contexts):
                 raise ValueError(
-                    f"{self._name()}: row {i} is of sequence {rows.sequence[i]}, there are {len(self.sequences)}"
+                    f"{self._name()}: row {i} is of sequence {sequence}, there are {len(contexts)}"
                 )
-            if not 0 <= rows.context[i] < len(self.sequences[rows.sequence[i]].contexts):
+            if not 0 <= context < contexts[sequence]:
                 raise ValueError(
-                    f"{self._name()}: row {i} is of context {rows.context[i]}, which its sequence does not have"
+                    f"{self._name()}: row {i} is of context {context}, which its sequence does not have"
                 )
-            place, home = (rows.sequence[i], rows.context[i]), (rows.dp[i], rows.microbatch[i])
-            if place in seen:
-                raise ValueError(f"{self._name()}: sequence {place[0]} context {place[1]} is planned twice")
-            if not (0 <= home[0] < self.dp and 0 <= home[1] < self.microbatches):
-                raise ValueError(f"{self._name()}: row {i} sits at {home}, outside the batch")
-            seen.add(place)
-            fill[home] = fill.get(home, 0) + self._context(i).tokens
-        for home, tokens in fill.items():
-            if tokens > self.token_budget:
+        places = list(zip(rows.sequence, rows.context, strict=True))
+        if len(set(places)) != count:
+            twice = next(place for place, n in Counter(places).items() if n > 1)
+            raise ValueError(f"{self._name()}: sequence {twice[0]} context {twice[1]} is planned twice")
+        for i, skip in enumerate(rows.skip):
+            context = self._context(i)
+            if not 0 <= skip < context.tokens or (skip and context.spilled):
+                where = "its spans are in the payload" if context.spilled else "at least one is left"
                 raise ValueError(
-                    f"{self._name()}: micro-batch {home} holds {tokens} tokens, budget {self.token_budget}"
+                    f"{self._name()}: row {i} is without its first {skip} tokens of {context.tokens}: {where}"
                 )
+
+    def _check_places(self) -> None:
+        rows, count = self.rows, len(self.rows.sequence)
+        if self.cp_sizes and len(self.cp_sizes) != self.microbatches:
+            raise ValueError(
+                f"{self._name()}: {len(self.cp_sizes)} cp_sizes for {self.microbatches} micro-batches a rank"
+            )
+        for number, size in enumerate(self.cp_sizes):
+            if size < 1 or self.cp % size:
+                raise ValueError(
+                    f"{self._name()}: micro-batch {number} has context-parallel size {size}, no divisor of cp {self.cp}"
+                )
+        sizes = np.array(self.cp_sizes or [self.cp] * self.microbatches, np.int64)
+        dp, number = np.array(rows.dp, np.int64), np.array(rows.microbatch, np.int64)
+        outside = (dp < 0) | (dp >= self.dp) | (number < 0) | (number >= self.microbatches)
+        for i in np.flatnonzero(outside)[:1].tolist():
+            raise ValueError(
+                f"{self._name()}: row {i} sits at {(rows.dp[i], rows.microbatch[i])}, outside the batch"
+            )
+        group = np.array(rows.group or [0] * count, np.int64)
+        packs = self.cp // sizes[number]
+        for i in np.flatnonzero((group < 0) | (group >= packs))[:1].tolist():
+            raise ValueError(
+                f"{self._name()}: row {i} sits in pack {group[i]} of micro-batch {number[i]}, which has {packs[i]}"
+            )
+        tokens = np.array([self._context(i).tokens for i in range(count)], np.int64)
+        home = (dp * self.microbatches + number) * self.cp + group
+        homes, of = np.unique(home, return_inverse=True)
+        # Sums of int64, as those of floats would not be exact.
+        fill = np.zeros(len(homes), np.int64)
+        np.add.at(fill, of, tokens - np.array(rows.skip or [0] * count, np.int64))
+        budget = self.token_budget * sizes[homes // self.cp % self.microbatches] // self.cp
+        for k in np.flatnonzero(fill > budget)[:1].tolist():
+            rank, at = divmod(int(homes[k]) // self.cp, self.microbatches)
+            pack = f" pack {homes[k] % self.cp}" if self.cp_sizes else ""
+            raise ValueError(
+                f"{self._name()}: micro-batch {(rank, at)}{pack} holds {fill[k]} tokens, budget {budget[k]}"
+            )
+
+    def _check_images(self) -> None:
+        shown = {
+            (number, image.digest)
+            for i, (sequence, number) in enumerate(zip(self.rows.sequence, self.rows.microbatch, strict=True))
+            if any(context.images for context in self.sequences[sequence].contexts)
+            for image in self._context(i).images
+            if image.end > (self.rows.skip[i] if self.rows.skip else 0)
+        }
+        images = self.images or PlanImages(microbatch=(), digest=(), encoder=())
+        lengths = {name: len(getattr(images, name)) for name in PlanImages.model_fields}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"{self._name()}: columns of images of unequal length {lengths}")
+        planned = list(zip(images.microbatch, images.digest, strict=True))
+        if list(images.microbatch) != sorted(images.microbatch) or len(set(planned)) != len(planned):
+            raise ValueError(
+                f"{self._name()}: images do not ascend by micro-batch, or one has two encoders in a micro-batch"
+            )
+        for number, digest in sorted(shown.symmetric_difference(planned))[:1]:
+            fault = "has no encoder" if (number, digest) in shown else "is shown by no row"
+            raise ValueError(f"{self._name()}: image {digest} of micro-batch {number} {fault}")
+        ranks = self.dp * self.cp
+        for rank in images.encoder:
+            if not 0 <= rank < ranks:
+                raise ValueError(f"{self._name()}: rank {rank} is to encode an image, there are {ranks}")
 
     def _check_sidecars(self) -> None:
         for sequence in self.sequences:
@@ -229,7 +302,10 @@ class Plan(Frozen):
                         f"{self._name()}: a change is of row {row}, after row {last} of {len(untrained)}"
                     )
                 context = self._context(row)
-                last, at, s, tokens, spans = row, 0, 0, context.tokens, context.loss_spans
+                skip = self.rows.skip[row] if self.rows.skip else 0
+                last, s, tokens, spans = row, 0, context.tokens, context.loss_spans
+                # Of what is cut nothing is changed, nor is the first that is left, which carries no loss.
+                at = skip + 1 if skip else 0
             if not at <= start < end <= tokens:
                 raise ValueError(
                     f"{self._name()}: changed tokens [{start}, {end}) of row {row}, of {tokens} tokens, are empty, "

@@ -96,6 +96,11 @@ class Retention(Section):
         description="days after which the bucket's own lifecycle expires a run's payloads, as a backstop; 0: never",
     )
 
+    @property
+    def removes(self) -> bool:
+        """Whether a collector has anything to do; the bucket's lifecycle needs none."""
+        return bool(self.rejected_steps or self.consumed_steps or self.checkpoint_steps)
+
 
 class Engine(Section):
     """The inference engine, spoken to token-in/token-out in vLLM's wire format."""

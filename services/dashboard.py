@@ -32,6 +32,7 @@ from schemas.facts import (
     SequenceFailed,
     SequenceFinished,
     SequenceOpened,
+    SequenceQuarantined,
     SequenceScored,
     SequenceVerified,
     SourceShare,
@@ -62,7 +63,8 @@ class Mean:
 class SourceView:
     """One source. `pending` is what the next yielded step will be charged with. `withdrawn`: groups that were accepted, and
     rejected before a batch took them. `fallbacks`: groups that were decided without their grader's answer; `late`: those whose
-    answer came after that; `unscored`: sequences that a teacher could not score, counted for each."""
+    answer came after that; `unscored`: sequences that a teacher could not score, counted for each; `quarantined`: sequences that a
+    batch is trained without, since their objects are damaged or gone."""
 
     name: str
     groups: int
@@ -74,6 +76,7 @@ class SourceView:
     fallbacks: int = 0
     late: int = 0
     unscored: int = 0
+    quarantined: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     finished: int = 0
     failed: int = 0
@@ -211,6 +214,8 @@ def fold(view: View, event: Event) -> View:
             view.source(fact.source).unscored += fact.failure is not None
             if fact.scores is not None:
                 _write(view, "sidecars", fact.scores.bytes)
+        case SequenceQuarantined() as fact:
+            view.source(fact.source).quarantined += 1
         case SampleGraded() as fact:
             source = view.source(fact.source)
             source.late += fact.revision > 0

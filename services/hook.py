@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from pipeline.batch.arranging import fit
 from pipeline.harnesses.blocking import Threads
 from pipeline.log import Delivery, end_tasks, serve_work
 from pipeline.signal.hooks import BadHook, Chain, Columns, Signal, built_in, chain, teacher_of
@@ -39,6 +40,7 @@ from pipeline.signal.shaping import (
 from pipeline.store import ObjectStore
 from pipeline.store.outage import outlasting
 from pipeline.store.payload import read_columns, write_sidecar
+from pipeline.store.spilled import spilled_spans
 from schemas.envelope import Event
 from schemas.facts import (
     Fact,
@@ -65,8 +67,9 @@ HOOK_S = 300.0
 """For the hooks of one group, with the wait for a thread."""
 _THREADS = 2 * _GROUPS
 _FactT = TypeVar("_FactT", bound=Fact)
-_Read = tuple[PayloadHeader, dict[str, str], list[Span] | None]
-"""Of one object: its header, its columns' names by those in the chain, and the rows (None: all)."""
+_Read = tuple[PayloadHeader, dict[str, str], bool]
+"""Of one object: its header, its columns' names by those in the chain, and whether it is the payload, of which only the rows that
+carry loss are read."""
 
 
 async def serve(ctx: Context, ack_wait_s: float = ACK_WAIT_S, max_deliver: int = MAX_DELIVER) -> None:
@@ -222,7 +225,7 @@ class Shaper:
                 _all(self._fact(SequenceScored, source.name, f"{each}-{teacher}") for each, teacher in asked),
             )
         )
-        group = Gathered(source, fact, completed, graded, tuple(finished))
+        group = Gathered(source, fact, completed, graded, tuple(finished), fit(self._ctx.config.batch))
         return group, dict(zip(asked, scored, strict=True))
 
     async def _fact(self, model: type[_FactT], source: str, id_: str) -> _FactT:
@@ -255,9 +258,9 @@ def _reads(
     found: list[_Read] = []
     for teacher, names in objects.items():
         if not teacher:
-            found.append((finished.payload, names, loss_rows(finished.contexts)))
+            found.append((finished.payload, names, True))
         elif (scores_ := scores[finished.sequence, teacher].scores) is not None:
-            found.append((scores_, names, None))
+            found.append((scores_, names, False))
     return found
 
 
@@ -265,17 +268,20 @@ async def _columns(store: ObjectStore, finished: SequenceFinished, reads: Sequen
     """A member's columns by their names in the chain, a row for each loss token. Raises BadHook on one that is not by token."""
     loss_tokens = sum(context.loss_tokens() for context in finished.contexts)
     found: dict[str, npt.NDArray[Any]] = {}
-    for header, names, rows in reads:
+    rows: list[Span] = []
+    if any(own for _, _, own in reads):
+        rows = loss_rows(finished.contexts, await spilled_spans(store, finished.payload, finished.contexts))
+    for header, names, own in reads:
         for name, column in names.items():
             has, tokens = header.column(column).shape[0], loss_tokens
-            if rows is not None:
+            if own:
                 tokens = header.column("tokens").shape[0]
             if has != tokens:
                 raise BadHook(
                     f"column {name!r} of {header.key} has {has} rows, and is read by token: {tokens}"
                 )
         # No gap is read over: what is between two named columns is not asked for.
-        read = await read_columns(store, header, tuple(names.values()), rows, gap=0)
+        read = await read_columns(store, header, tuple(names.values()), rows if own else None, gap=0)
         found |= {name: read[column] for name, column in names.items()}
     return found
 

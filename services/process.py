@@ -35,6 +35,7 @@ SERVICES: dict[str, str] = {
     "packer": "services.packer",
     "trainer": "services.trainer",
     "engine": "services.engine",
+    "collector": "services.collector",
 }
 """Deployable services: their names on the command line and their modules, imported only in their own process."""
 
@@ -129,6 +130,7 @@ async def run_service(
     try:
         store = ObjectStore.open(config.store)
         log.waits = store.waits = measures.waits
+        store.requests = measures.requests
         context = Context(config, name, log, store, stop, logger, index, pool, drain_s, hurry, measures)
         async with serving(config.metrics.bind, name, measures):
             logger.info("started%s", f", metrics at {measures.address}" if measures.address else "")

@@ -40,6 +40,15 @@ CONTEXTS = (
         loss_spans=(Span(start=4, end=10),), label="subagent",
     ),
 )  # fmt: skip
+SPILLED = (CONTEXTS[0], CONTEXTS[1].model_copy(update={"loss_spans": (), "spilled": 6}))
+"""The same, but that the second one's spans are in the payload."""
+SEGMENTS = np.array(
+    [
+        (0, 10, 1, 0, 0), (10, 15, 2, 3, 0), (15, 30, 3, 0, 0), (30, 37, 2, 3, 0), (37, 40, 1, 0, 0),
+        (40, 44, 1, 0, 1), (44, 50, 2, 3, 1), (50, 60, 1, 0, 1),
+    ],
+    np.int32,
+)  # fmt: skip
 LENGTH, LOSS = 60, 18
 ROWS = np.r_[10:15, 30:37, 44:50]
 """The loss tokens' rows of the payload."""
@@ -91,6 +100,7 @@ class World:
     def __init__(self, log: Log, store: ObjectStore) -> None:
         self.log = log
         self.store = store
+        self.contexts = CONTEXTS
 
     async def complete(self, source: str, index: int, rewards: Sequence[float], unscored: int = -1) -> Group:
         """Everything that stands before a group is graded. unscored: the member that the teacher cannot score."""
@@ -117,7 +127,7 @@ class World:
             "loss_mask": np.isin(np.arange(LENGTH), ROWS).astype(np.uint8),
             "logprobs": own,
             "policy_version": np.zeros(LENGTH, np.int32),
-            "segments": np.zeros((1, 5), np.int32),
+            "segments": SEGMENTS,
         }
         payload = await write_payload(self.store, key, columns)
         sidecar = (
@@ -128,7 +138,7 @@ class World:
         ids: dict[str, Any] = {"source": source, "sample": sample, "sequence": sequence}
         facts = [
             SequenceFinished(
-                **ids, attempt=1, reward=reward, termination="completed", turns=1, contexts=CONTEXTS,
+                **ids, attempt=1, reward=reward, termination="completed", turns=1, contexts=self.contexts,
                 payload=payload,
             ),
             SequenceScored(

@@ -6,24 +6,32 @@ import asyncio
 import logging
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pipeline.batch.quarantine import Quarantine
 from pipeline.checksum import crc32c
 from pipeline.feed.feed import Feed
 from pipeline.log import Log
 from pipeline.store import ObjectStore
 from pipeline.store.payload import encode_payload, write_payload
 from schemas.config import RunConfig
-from schemas.facts import BatchYielded, SourceShare, StepTrained, WindowPacked
+from schemas.facts import (
+    BatchReplanned,
+    BatchYielded,
+    SequenceQuarantined,
+    SourceShare,
+    StepTrained,
+    WindowPacked,
+)
 from schemas.keys import payload_key, plan_key, sidecar_key
 from schemas.names import attempt_id, sample_id, sequence_id
-from schemas.payload import ContextMeta, Ref, Span
-from schemas.plan import Plan, PlanChanges, PlanRows, PlanSequence
+from schemas.payload import ContextMeta, ImageItem, Ref, Span
+from schemas.plan import Plan, PlanChanges, PlanImages, PlanRows, PlanSequence
 from services.packer import serve
 from services.process import Context
 
@@ -35,17 +43,24 @@ PENALIZED = 5
 Columns = dict[str, np.ndarray[Any, Any]]
 
 
-def changed(config: RunConfig, **packer: int) -> RunConfig:
-    return config.model_copy(update={"packer": config.packer.model_copy(update=packer)})
+def changed(config: RunConfig, **packer: float) -> RunConfig:
+    """The configuration with other values of `packer`, unchecked, and a token budget that fits any memory."""
+    batch = config.batch.model_copy(update={"token_budget": 16})
+    return config.model_copy(update={"packer": config.packer.model_copy(update=packer), "batch": batch})
 
 
-def columns_of(seed: int) -> Columns:
+def flip(data: bytes) -> bytes:
+    """Damage to the object's last column."""
+    return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+
+
+def columns_of(seed: int, length: int = LENGTH) -> Columns:
     rng = np.random.default_rng(seed)
-    mask = (np.arange(LENGTH) >= LENGTH // 2).astype(np.uint8)
+    mask = (np.arange(length) >= length // 2).astype(np.uint8)
     return {
-        "tokens": rng.integers(1, 999, LENGTH, np.int32),
+        "tokens": rng.integers(1, 999, length, np.int32),
         "loss_mask": mask,
-        "logprobs": -rng.random(LENGTH, np.float32) * mask,
+        "logprobs": -rng.random(length, np.float32) * mask,
         "policy_version": mask.astype(np.int32),
         "segments": np.zeros((1, 5), np.int32),
     }
@@ -59,22 +74,27 @@ async def yield_batch(
     log: Log,
     store: ObjectStore,
     step: int,
-    damage: Callable[[bytes], bytes] | None = None,
+    damage: Callable[[bytes], bytes | None] | None = None,
     sidecar: Callable[[bytes], bytes | None] | None = None,
+    damaged: Collection[int] = range(2 * MICROBATCHES),
+    length: int = LENGTH,
+    image: ImageItem | None = None,
 ) -> Plan:
-    """A batch of one sequence for each micro-batch of two ranks; the sequence's tokens depend on its place alone. With
-    `sidecar` each has advantages by token, in an object of what it returns for the right one; None: in none."""
+    """A batch of one sequence for each micro-batch of two ranks; the sequence's tokens depend on its place alone. The objects of
+    the members `damaged` are what `damage` makes of them; None: there are none. With `sidecar` each has advantages by token, in an object of what it
+    returns for the right one; None: in none. Both sequences of micro-batch 0 show the image, which rank 0 encodes."""
     places = [(dp, microbatch) for microbatch in range(MICROBATCHES) for dp in range(2)]
     sequences: list[PlanSequence] = []
     for member in range(len(places)):
         sequence = sequence_id(sample_id("s", step), member)
         key = payload_key(log.run, "s", attempt_id(sequence, 1))
-        columns = columns_of(step * 100 + member)
-        if damage is None:
+        columns = columns_of(step * 100 + member, length)
+        if damage is None or member not in damaged:
             header = await write_payload(store, key, columns)
         else:
             data, header = encode_payload(key, columns)
-            await store.create(key, damage(data))
+            if (spoilt := damage(data)) is not None:
+                await store.create(key, spoilt)
         beside = None
         if sidecar is not None:
             made = {"advantages": advantages_of(step * 100 + member)}
@@ -83,11 +103,12 @@ async def yield_batch(
                 await store.create(beside.key, stored)
         context = ContextMeta(
             offset=0,
-            tokens=LENGTH,
-            generated=LENGTH // 2,
-            loss_spans=(Span(start=LENGTH // 2, end=LENGTH),),
+            tokens=length,
+            generated=length // 2,
+            loss_spans=(Span(start=length // 2, end=length),),
             min_version=1,
             max_version=1,
+            images=(image,) if image is not None and member < 2 else (),
         )
         sequences.append(
             PlanSequence(
@@ -106,8 +127,8 @@ async def yield_batch(
         policy_version=step - 1,
         dp=2,
         microbatches=MICROBATCHES,
-        token_budget=1000,
-        loss_tokens=count * LENGTH // 2,
+        token_budget=max(1000, length),
+        loss_tokens=count * length // 2,
         sequences=tuple(sequences),
         rows=PlanRows(
             sequence=tuple(range(count)),
@@ -115,8 +136,9 @@ async def yield_batch(
             dp=tuple(dp for dp, _ in places),
             microbatch=tuple(microbatch for _, microbatch in places),
             advantage=(1.0,) * count,
-            loss_weight=(2 / (count * LENGTH),) * count,
+            loss_weight=(2 / (count * length),) * count,
         ),
+        images=None if image is None else PlanImages(microbatch=(0,), digest=(image.digest,), encoder=(0,)),
         changes=None
         if sidecar is None
         else PlanChanges(
@@ -144,6 +166,27 @@ async def publish_batch(log: Log, step: int, ref: Ref) -> None:
         plan=ref,
     )
     await log.publish(fact)
+
+
+async def decide_quarantine(
+    log: Log, plan: Plan, count: int = 1
+) -> tuple[list[SequenceQuarantined], BatchReplanned]:
+    """Waits for so many sequences of the batch in quarantine, and decides on each as the sampler does. Returns the last decision."""
+    facts: list[SequenceQuarantined] = []
+    core = Quarantine()
+    core.yielded(plan.step, [each.sequence for each in plan.sequences])
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in log.subscribe("sequence.quarantined"):
+            fact = event.fact
+            if isinstance(fact, SequenceQuarantined) and fact.step == plan.step:
+                core.quarantined(fact)
+                decided = core.replanned(fact)
+                assert decided is not None
+                await log.publish(decided, event)
+                facts.append(fact)
+                if len(facts) == count:
+                    return facts, decided
+    raise AssertionError("the log has ended")
 
 
 async def publish_trained(log: Log, step: int) -> None:
@@ -221,8 +264,10 @@ async def packed_facts(log: Log, count: int) -> list[WindowPacked]:
     return found
 
 
-def take(feed: Feed, step: int) -> list[Columns]:
-    return [{name: array.copy() for name, array in batch.arrays.items()} for batch in feed.batch(step)]
+def take(feed: Feed, step: int, revision: int = 0) -> list[Columns]:
+    return [
+        {name: array.copy() for name, array in batch.arrays.items()} for batch in feed.batch(step, revision)
+    ]
 
 
 def check(step: int, dp: int, got: list[Columns], sidecar: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""verl's and TRL's own formulas, to compare ours with.
+"""verl's and TRL's own formulas, and how verl pads and cuts packs, to compare ours with.
 
 Their packages do not import beside ours: both need transformers (107 MB, with an older tokenizers than is pinned here). The
 functions themselves need torch alone, so they are taken out of the wheels (2.6 MB) and run as they stand there; TRL's advantage is a
@@ -7,7 +7,7 @@ puts them:
 
     python -m pip download --no-deps --dest .venv/peers verl==0.9.1 trl==1.16.0
 
-`python -m tests.peers > tests/fixtures/peers.json` writes what they give for `groups()`; without the wheels, that is what ours is compared
+`python -m tests.peers > tests/fixtures/peers.json` writes what they give for `groups()` and `packs()`; without the wheels, that is what ours is compared
 with.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import sys
 import zipfile
 from collections import defaultdict
@@ -33,6 +34,11 @@ MAX_LENGTH, BUFFER, FACTOR = 200, 50, 0.5
 """Of the overlong penalty."""
 
 Groups = list[list[float]]
+Pack = tuple[str, list[int], int, int, bool]
+"""How it is cut, real lengths, cp, tp, FP8."""
+Cut = dict[str, list[int]]
+"""Of one rank: its `ids` (`pack_ids`; 0 for padding), and of the pack `cu`: cumulative padded lengths, where verl says them."""
+CUTS = ("packed_seqs", "thd_zigzag", "thd_contiguous", "ulysses")
 
 
 def missing() -> str:
@@ -88,6 +94,47 @@ def results(given: Groups) -> dict[str, Groups]:
     return split
 
 
+def packs(seed: int = 7, count: int = 24) -> list[Pack]:
+    rng = np.random.default_rng(seed)
+    made: list[Pack] = []
+    for i in range(count):
+        cut, cp, tp = CUTS[i % len(CUTS)], int(rng.choice([1, 2, 4])), int(rng.choice([1, 2]))
+        fp8 = cut in ("packed_seqs", "thd_zigzag") and i % 3 == 0
+        lengths = [int(n) for n in rng.integers(1, 40, int(rng.integers(1, 5)))]
+        made.append((cut, lengths, cp, tp, fp8))
+    return made
+
+
+def pack_ids(lengths: list[int]) -> list[list[int]]:
+    """Token ids by which a row is known: its sequence and position."""
+    return [[1000 * (i + 1) + t for t in range(n)] for i, n in enumerate(lengths)]
+
+
+def cuts(pack: Pack) -> list[Cut]:
+    """What each context-parallel rank has of the pack, as verl cuts it."""
+    import torch
+
+    cut, lengths, cp, tp, fp8 = pack
+    ids = [torch.tensor(each) for each in pack_ids(lengths)]
+    found: list[Cut] = []
+    for rank in range(cp):
+        if cut == "ulysses":
+            slice_ = _ulysses(rank, cp)["ulysses_pad_and_slice_inputs"]
+            found.append({"ids": slice_(torch.cat(ids)[None], sp_size=cp)[0][0].tolist()})
+            continue
+        verl = _mcore(rank, cp, tp)
+        if cut == "packed_seqs":
+            mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+            rows, params = verl["preprocess_packed_seqs"](padded, mask, use_fp8_padding=fp8)
+        else:
+            nested = torch.nested.nested_tensor(ids, layout=torch.jagged)
+            options = {"use_fp8_padding": fp8, "cp_layout": cut.removeprefix("thd_")}
+            rows, params, _ = verl["preprocess_thd_engine"](nested, **options)
+        found.append({"ids": rows[0].tolist(), "cu": params.cu_seqlens_q_padded.tolist()})
+    return found
+
+
 @cache
 def _read(wheel: str, path: str) -> ast.Module:
     with zipfile.ZipFile(AT / f"{wheel}-py3-none-any.whl") as archive:
@@ -134,6 +181,45 @@ def _verl() -> dict[str, Any]:
     )
 
 
+@cache
+def _mcore(rank: int, cp: int, tp: int) -> dict[str, Any]:
+    import torch
+
+    sizes = SimpleNamespace(
+        get_tensor_model_parallel_world_size=lambda: tp,
+        get_context_parallel_world_size=lambda: cp,
+        get_context_parallel_rank=lambda: rank,
+    )
+    names = {
+        "torch": torch,
+        "math": math,
+        "mpu": sizes,
+        "PackedSeqParams": SimpleNamespace,
+        "_PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE": True,
+        "is_dataclass": lambda _: False,
+        "is_npu_available": False,
+        "logger": SimpleNamespace(warning_once=lambda _: None),
+    }
+    wanted = ("preprocess_packed_seqs", "preprocess_thd_engine", "preprocess_for_mindspeed")
+    return _functions(
+        VERL, "verl/models/mcore/util.py", names, lambda name: name in wanted or name.startswith("_")
+    )
+
+
+@cache
+def _ulysses(rank: int, cp: int) -> dict[str, Any]:
+    import torch
+
+    names = {
+        "torch": torch,
+        "dist": SimpleNamespace(get_world_size=lambda _: cp),
+        "get_ulysses_sequence_parallel_group": lambda: None,
+        "get_ulysses_sequence_parallel_rank": lambda: rank,
+    }
+    wanted = ("ulysses_pad", "ulysses_pad_and_slice_inputs", "slice_input_tensor", "_pad_tensor")
+    return _functions(VERL, "verl/utils/ulysses.py", names, lambda name: name in wanted)
+
+
 def _overlong(reward: float, length: int) -> float:
     path = "verl/workers/reward_manager/dapo.py"
     manager = SimpleNamespace(
@@ -167,4 +253,5 @@ def _trl(rewards: list[float], scale: str) -> list[float]:
 
 if __name__ == "__main__":
     made = {"of": [VERL, TRL], "groups": groups(), "results": results(groups())}
+    made |= {"packs": packs(), "cuts": [cuts(pack) for pack in packs()]}
     print(json.dumps(json.loads(json.dumps(made), parse_float=lambda digits: round(float(digits), 12))))

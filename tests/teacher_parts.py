@@ -50,19 +50,26 @@ async def finished(
     source: str,
     member: int,
     contexts: Sequence[tuple[list[int], list[tuple[int, int]]]],
+    spill: bool = False,
 ) -> SequenceFinished:
-    """A sequence of contexts, (tokens, loss spans) each, whose payload is in the store."""
+    """A sequence of contexts, (tokens, loss spans) each, whose payload is in the store. spill: a third context leaves its spans to the
+    payload's segments."""
     sample = sample_id(source, 0)
     sequence = sequence_id(sample, member)
     tokens = np.array([token for row, _ in contexts for token in row], np.int32)
     metas, at = [], 0
-    for row, spans in contexts:
+    segments: list[tuple[int, int, int, int, int]] = []
+    for number, (row, spans) in enumerate(contexts):
+        spilled = sum(end - start for start, end in spans) if number == 2 and spill else 0
+        segments.append((at, at, 0, 0, number))
+        segments += [(at + start, at + end, 2, 3, number) for start, end in spans]
         metas.append(
             ContextMeta(
                 offset=at,
                 tokens=len(row),
                 generated=sum(end - start for start, end in spans),
-                loss_spans=tuple(Span(start=start, end=end) for start, end in spans),
+                loss_spans=tuple(Span(start=start, end=end) for start, end in spans) if not spilled else (),
+                spilled=spilled,
                 min_version=0,
                 max_version=0,
             )
@@ -76,7 +83,7 @@ async def finished(
             "loss_mask": np.zeros(at, np.uint8),
             "logprobs": np.zeros(at, np.float32),
             "policy_version": np.zeros(at, np.int32),
-            "segments": np.zeros((0, 5), np.int32),
+            "segments": np.array(segments, np.int32),
         },
     )
     return SequenceFinished(

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.batch.windows import Read, Window, pack, with_offsets, with_segments
 from schemas.payload import ColumnHeader, ContextMeta, PayloadHeader, Span
 from schemas.plan import Plan, PlanChanges, PlanRows, PlanSequence
 
@@ -27,15 +33,74 @@ def context(offset: int, mask: list[int], label: str = "main") -> ContextMeta:
     )
 
 
-def sequence(name: str, contexts: list[ContextMeta], sidecar: bool = False) -> PlanSequence:
-    header = PayloadHeader(key=f"runs/r/payloads/s/{name}-a1.safetensors", bytes=1, columns=())
+Columns = dict[str, np.ndarray[Any, Any]]
+Objects = Mapping[str, Mapping[str, np.ndarray[Any, Any]]]
+"""Columns of payloads and sidecars by object key."""
+
+
+def key_of(name: str) -> str:
+    return f"runs/r/payloads/s/{name}-a1.safetensors"
+
+
+def sidecar_of(name: str) -> str:
+    return f"runs/r/payloads/s/{name}-a1.advantages.0.safetensors"
+
+
+def header_of(key: str, columns: Mapping[str, np.ndarray[Any, Any]]) -> PayloadHeader:
+    """As if the columns were an object, one after the other."""
+    found: list[ColumnHeader] = []
+    at = 8
+    for name, column in columns.items():
+        found.append(
+            ColumnHeader.model_validate(
+                {
+                    "name": name,
+                    "dtype": column.dtype.name,
+                    "shape": column.shape,
+                    "offset": at,
+                    "bytes": column.nbytes,
+                    "crc32c": (),
+                }
+            )
+        )
+        at += column.nbytes
+    return PayloadHeader(key=key, bytes=at, columns=tuple(found))
+
+
+def fetch(reads: Sequence[Read], objects: Objects) -> list[Columns]:
+    """What the reads give: as the store would, a column's spans one after the other."""
+    return [
+        {
+            name: np.concatenate([objects[read.header.key][name][s.start : s.end] for s in spans])
+            for name, spans in read.spans.items()
+        }
+        for read in reads
+    ]
+
+
+def sized(window: Window, objects: Objects) -> Window:
+    """The window with what must be read before its size is known."""
+    window = with_segments(window, fetch(window.segment_reads, objects))
+    return with_offsets(window, fetch(window.offset_reads, objects)) if window.offset_reads else window
+
+
+def packed(window: Window, objects: Objects) -> Columns:
+    window = sized(window, objects)
+    return pack(window, fetch(window.reads, objects))
+
+
+def sequence(
+    name: str,
+    contexts: list[ContextMeta],
+    sidecar: bool = False,
+    columns: Mapping[str, np.ndarray[Any, Any]] = {},
+) -> PlanSequence:
+    header = header_of(key_of(name), columns)
     tokens = sum(each.loss_tokens() for each in contexts)
     column = ColumnHeader(
         name="advantages", dtype="float32", shape=(tokens,), offset=8, bytes=4 * tokens, crc32c=(0,)
     )
-    beside = PayloadHeader(
-        key=f"runs/r/payloads/s/{name}-a1.advantages.0.safetensors", bytes=999, columns=(column,)
-    )
+    beside = PayloadHeader(key=sidecar_of(name), bytes=999, columns=(column,))
     return PlanSequence(
         source="s",
         sample="s-000000",

@@ -3,10 +3,11 @@
 Promises:
 - `pack`: every item is in exactly one bin, no bin is over capacity, and the bins are those of first-fit decreasing
   (at most 11/9 OPT + 6/9), found with a segment tree in O(n log n);
-- `fill_to_multiple`: the same items in a number of bins that divides over the ranks, empty ones only where no other
-  has two items;
-- `spread`: every rank gets the same number of bins; sorted chunks of `ranks` with the largest to the least loaded rank,
-  so that both rank totals and the sum over rows of the row maximum stay near their bounds.
+- `fill`: the same items in more bins, the largest divided first, empty ones only where no other has two items;
+- `spread`: sorted chunks of one micro-batch a rank, the largest to the least loaded rank, so that both rank totals and the sum
+  over chunks of the chunk's maximum stay near their bounds;
+- `small_ends`: the chunks' order is one for all ranks, so that what is trained at the same time is of about one size: costs
+  ascend, then descend.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from collections.abc import Sequence
 
 QUADRATIC_KNEE = 24_576
 """Cost of a context of l tokens is QUADRATIC_KNEE * l + l^2: attention overtakes the rest of the layer near this length."""
+EXCHANGE = 2_048
+"""Cost of a token whose keys and values a context-parallel rank is sent by another, as much as EXCHANGE / QUADRATIC_KNEE of what
+a token costs outside attention: an estimate for grouped-query attention and a link of 400 Gb/s."""
 
 
-def cost(tokens: int) -> int:
-    """Relative cost of one context of so many tokens."""
-    return QUADRATIC_KNEE * tokens + tokens * tokens
+def cost(tokens: int, size: int = 1) -> int:
+    """Relative cost of one context of so many tokens over `size` context-parallel ranks, of all of them together: each is sent
+    the keys and values of the others' tokens."""
+    return (QUADRATIC_KNEE + EXCHANGE * (size - 1)) * tokens + tokens * tokens
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -55,12 +60,12 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def fill_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: int) -> list[list[int]]:
-    """The bins, with the largest divisible ones split until their number is a multiple of `multiple`, at least one.
+def fill(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """The bins, with the largest divisible ones split until there are `count`, which is no fewer than there are.
 
     Empty bins make up the number when no bin can be divided any more.
     """
-    missing = -len(bins) % multiple if bins else multiple
+    missing = count - len(bins)
     whole = [list(b) for b in bins if len(b) < 2]
     # A heap of the divisible ones, the largest first; the counter keeps equal ones in order.
     counter = itertools.count()
@@ -84,16 +89,23 @@ def fill_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: in
     return [*(b for *_, b in sorted(heap)), *whole, *empty]
 
 
-def spread(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """For each rank its bins, heaviest first; `len(costs)` must be a multiple of `ranks`."""
-    if len(costs) % ranks:
-        raise ValueError(f"{len(costs)} micro-batches do not divide over {ranks} ranks")
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    placed: list[list[int]] = [[] for _ in range(ranks)]
+def spread(chunks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """Of each chunk, which has the costs of `ranks` micro-batches, heaviest first, the rank that each goes to.
+
+    Chunks are taken as they come: the heaviest must come first.
+    """
     load = [0] * ranks
-    for start in range(0, len(order), ranks):
+    placed: list[list[int]] = []
+    for chunk in chunks:
         free = sorted(range(ranks), key=lambda r: (load[r], r))
-        for rank, index in zip(free, order[start : start + ranks], strict=True):
-            placed[rank].append(index)
-            load[rank] += costs[index]
+        for rank, each in zip(free, chunk, strict=True):
+            load[rank] += each
+        placed.append(free)
     return placed
+
+
+def small_ends(count: int) -> list[int]:
+    """An order of `count` chunks, given heaviest first, in which costs ascend and then descend: with small ones at both ends the
+    stages of a pipeline fill and drain soon."""
+    ascending = range(count - 1, -1, -1)
+    return [*ascending[::2], *reversed(ascending[1::2])]

@@ -5,6 +5,7 @@ Promises:
 - a group enters only where it means the same: a training source of that name, with the same group size, environment and
   penalties, and only while its oldest token is at most `staleness` versions behind the last policy of the run that it is of.
   Its tokens then count as of version 0, so that policy is the one that the other run is to begin with;
+- what it shows is copied with it, an image once; sizes of images hold only while `engine.vision` is the same;
 - the facts are those of a group that is dispatched and ends at once: who judges, scores, grades and shapes it is the other run.
 """
 
@@ -26,7 +27,7 @@ from schemas.facts import (
     SequenceFailed,
     SequenceFinished,
 )
-from schemas.keys import run_prefix
+from schemas.keys import image_key, run_prefix
 from schemas.names import attempt_id, sample_id, sequence_id
 
 
@@ -109,7 +110,7 @@ def entrance(left: Leftovers, into: str, decisions: Decisions) -> Entrance:
     """How the groups enter run `into`, which has these decisions. Raises NotInheritable on the first that cannot."""
     given = left.decisions
     facts: list[tuple[Fact, str]] = []
-    copies: list[tuple[str, str]] = []
+    copies: dict[tuple[str, str], None] = {}
     groups: dict[str, int] = {}
     stale = 0
     for group in left.left():
@@ -134,7 +135,14 @@ def entrance(left: Leftovers, into: str, decisions: Decisions) -> Entrance:
             ended = group.ended[event.fact.id()]
             fact, copied = _ended(ended.fact, into, sample, sequence_id(sample, member))
             facts.append((fact, ended.id))
-            copies += copied
+            copies |= dict.fromkeys(copied)
+            digests = _images(fact)
+            if digests and given.vision != decisions.vision:
+                raise NotInheritable(
+                    f"run {left.run} left groups that show images, and had another engine.vision: give this run the same, or begin "
+                    "without them"
+                )
+            copies |= dict.fromkeys((image_key(left.run, d), image_key(into, d)) for d in digests)
     return Entrance(tuple(facts), tuple(copies), groups, stale)
 
 
@@ -155,6 +163,11 @@ def _source(theirs: Source, run: str, sources: Sequence[Source]) -> Source:
                 "groups are; give the source the same, or begin without them"
             )
     return named[0]
+
+
+def _images(fact: Fact) -> list[str]:
+    contexts = fact.contexts if isinstance(fact, SequenceFinished) else ()
+    return [image.digest for context in contexts for image in context.images]
 
 
 def _ended(fact: Fact, into: str, sample: str, sequence: str) -> tuple[Fact, list[tuple[str, str]]]:

@@ -8,16 +8,22 @@ Promises:
   that, never trained;
 - what is decided on a group that waits for a batch never changes whether it is in one: a late grading changes its advantages
   alone, and those of a batch that is decided stand in its plan;
-- what is yielded or rejected is forgotten: state is bounded by what is in flight.
+- what is yielded or rejected is forgotten, but for the names of sequences until their batch is trained: state is bounded by
+  what is in flight;
+- a batch, once yielded, has its members, places and weights for good; that some of its sequences are left out since their
+  objects are damaged or gone is a decision of its own.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from pipeline.batch.arranging import fit
+from pipeline.batch.quarantine import Quarantine
 from pipeline.batch.yielding import batch, members
 from pipeline.decision import Decision
 from pipeline.signal.groups import Group, Groups
+from pipeline.signal.overlong import Fit
 from pipeline.signal.sampling import complete, judge, ready, shape, staleness, withdrawn
 from schemas.config import Decisions, Source
 from schemas.envelope import Event
@@ -31,6 +37,7 @@ from schemas.facts import (
     SequenceDispatched,
     SequenceFailed,
     SequenceFinished,
+    SequenceQuarantined,
     SequenceScored,
     StepTrained,
 )
@@ -39,12 +46,13 @@ from schemas.facts import (
 class SamplerCore:
     """See the module's promises."""
 
-    STATE_VERSION: ClassVar[int] = 3
+    STATE_VERSION: ClassVar[int] = 4
 
     def __init__(self, run: str) -> None:
         self.run = run
         self.decisions: Decisions | None = None
         self.groups = Groups()
+        self.quarantine = Quarantine()
         self.yielded = 0
         self.trained = 0
 
@@ -60,7 +68,7 @@ class SamplerCore:
                     self.groups.finished(fact)
                 else:
                     masked = source.effects.get(fact.termination) == "mask"
-                    self.groups.finished(fact, masked, source.penalties)
+                    self.groups.finished(fact, masked, source.penalties, self._fit())
             case SequenceFailed() as fact:
                 self.groups.failed(fact)
             case SequenceScored() as fact:
@@ -78,8 +86,15 @@ class SamplerCore:
                 self._settle(fact)
             case StepTrained(step=step):
                 self.trained = max(self.trained, step)
+                self.quarantine.trained(step)
+            case SequenceQuarantined() as fact:
+                self.quarantine.quarantined(fact)
             case _:
                 pass
+
+    def _fit(self) -> Fit:
+        assert self.decisions is not None
+        return fit(self.decisions.batch)
 
     def _source(self, name: str) -> Source | None:
         # Not `Decisions.source`: a run that was given another configuration for a replay may lack the source.
@@ -107,7 +122,9 @@ class SamplerCore:
         ]
 
     def _settle(self, fact: BatchYielded) -> None:
-        for group in self.members(fact):
+        groups = self.members(fact)
+        self.quarantine.yielded(fact.step, (sequence for group in groups for sequence in group.finished))
+        for group in groups:
             self.groups.forget(group.sample)
         self.yielded = max(self.yielded, fact.step)
 
@@ -117,6 +134,7 @@ class SamplerCore:
             "decisions": self.decisions.model_dump(mode="json") if self.decisions is not None else None,
             "yielded": self.yielded,
             "trained": self.trained,
+            "quarantine": self.quarantine.dump(),
             **self.groups.dump(),
         }
 
@@ -126,6 +144,7 @@ class SamplerCore:
         self.decisions = Decisions.model_validate(decisions) if decisions is not None else None
         self.yielded = state["yielded"]
         self.trained = state["trained"]
+        self.quarantine.load(state["quarantine"])
         self.groups.load(state)
 
     def decide(self, event: Event) -> list[Decision]:
@@ -153,6 +172,9 @@ class SamplerCore:
                 return self._batch(event)
             case BatchYielded():
                 return self._stale() + self._batch(event)
+            case SequenceQuarantined() as fact:
+                replanned = self.quarantine.replanned(fact)
+                return [Decision(replanned)] if replanned is not None else []
             case _:
                 return []
 
@@ -163,8 +185,8 @@ class SamplerCore:
         source = self.decisions.source(group.source)
         if not ready(group, source):
             return []
-        budget = self.decisions.batch.token_budget
-        return [Decision(judge(group, source, self.yielded + 1, budget, self.groups.has_twin(group)))]
+        limit, twin = self._fit().limit, self.groups.has_twin(group)
+        return [Decision(judge(group, source, self.yielded + 1, limit, twin))]
 
     def _shape(self, group: Group | None, revision: int) -> list[Decision]:
         assert self.decisions is not None

@@ -1,6 +1,6 @@
 """A session's tree as a payload's columns. Pure.
 
-Promises: contexts are whole paths, main first; a sampled turn that several share is trained in the first of them; what an
+Promises: columns come in pieces, turn by turn, which are the tree's own arrays: what is large is not copied. Contexts are whole paths, main first; a sampled turn that several share is trained in the first of them; what an
 excluded kind of request sampled is left out and counted; what the template adds after a context's last turn is left out;
 what rules have flagged is told of the turns that a context trains, by the scope of their penalties.
 """
@@ -9,30 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.batch.segments import FLAG_LOSS, FLAG_SAMPLED
+from pipeline.capture.routing import Column, routed_rows, whole_name
+from pipeline.capture.showing import image_items
 from pipeline.capture.tree import TEMPLATE, ContextTree, Ids, Node, leaves
+from pipeline.engines.base import Routing
 from pipeline.signal.rules import NO_RULES, Judge
 from schemas.payload import ContextMeta, Flag, Span
 
-FLAG_SAMPLED, FLAG_LOSS = 1, 2
-"""Bits of a segment's flags: the policy sampled it; this context trains it."""
+__all__ = ["FLAG_LOSS", "FLAG_SAMPLED", "RULE_BITS", "Export", "export"]
+
 RULE_BITS = 8
 """Bit RULE_BITS + i of a segment's flags: the source's penalty i flags it. Only segments that a context trains have any."""
+_SMALL = 4096
+"""Bytes of a piece below which it is better copied than written by itself."""
 COMPACTING = ("compaction", "summary")
 """Kinds of requests after which an agent may go on in a new dialogue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The payload's columns (dtypes of `schemas.payload.COLUMNS`, and the optional ones where the engine gave them) and one
-    ContextMeta a context, main first. `excluded`: sampled tokens left out, by the label of their request."""
+    """The payload's columns, each as the pieces that make it up (dtypes of `schemas.payload.COLUMNS`, and the optional ones where
+    the engine gave them; at least one piece, maybe of no row), and one ContextMeta a context, main first. `excluded`: sampled
+    tokens left out, by the label of their request."""
 
-    columns: dict[str, npt.NDArray[np.generic]]
+    pieces: dict[str, list[Column]]
     contexts: tuple[ContextMeta, ...]
     excluded: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns as arrays: a copy of all of them."""
+        return {name: np.concatenate(pieces) for name, pieces in self.pieces.items()}
 
 
 def export(tree: ContextTree, exclude: Collection[str] = (), judge: Judge = NO_RULES) -> Export:
@@ -57,7 +70,7 @@ def export(tree: ContextTree, exclude: Collection[str] = (), judge: Judge = NO_R
     for node in tree.nodes:
         if node.turn is not None and node.number not in own and (label := node.kind.told) is not None:
             excluded[label] = excluded.get(label, 0) + len(node.ids)
-    return Export(rows.columns(), tuple(rows.contexts), excluded)
+    return Export(rows.pieces(), tuple(rows.contexts), excluded)
 
 
 def _is_main(leaf: Node) -> bool:
@@ -108,13 +121,13 @@ class _Rows:
     def __init__(self, own: set[int], flags: _Flags) -> None:
         self._own = own
         self._flags = flags
-        self._tokens: list[Ids] = []
-        self._mask: list[npt.NDArray[np.uint8]] = []
-        self._logprobs: list[npt.NDArray[np.float32]] = []
-        self._versions: list[npt.NDArray[np.int32]] = []
+        self._tokens: list[Column] = []
+        self._mask: list[Column] = []
+        self._logprobs: list[Column] = []
+        self._versions: list[Column] = []
         self._segments: list[tuple[int, int, int, int, int]] = []
         self._candidates: list[tuple[int, ...]] = []
-        self._routing: list[tuple[int, Node]] = []
+        self._routing: list[list[Routing]] = []
         self._end = 0
         self.contexts: list[ContextMeta] = []
         self.claimed: set[int] = set()
@@ -125,6 +138,7 @@ class _Rows:
         flagged: list[Flag] = []
         everywhere = self._flags.context(path)
         versions: list[npt.NDArray[np.int32]] = []
+        routing: list[Routing] = []
         for node in path:
             turn = node.turn
             if turn is None:
@@ -143,28 +157,29 @@ class _Rows:
                 versions.append(turn.versions)
                 self._candidates += turn.candidates or [()] * len(turn.ids)
             if turn.routing is not None:
-                self._routing.append((offset, node))
+                routing.append(turn.routing)
             flags = FLAG_SAMPLED | (FLAG_LOSS if owns else 0) | rules << RULE_BITS
             self._append(turn.ids, node.role, flags, turn.logprobs, turn.versions)
             if node is not path[-1]:
                 self._plain(turn.tail, TEMPLATE)
-        trained = np.concatenate(versions)
+        self._routing.append(routing)
         self.contexts.append(
             ContextMeta(
                 label=label,
                 offset=offset,
                 tokens=self._end - offset,
-                generated=len(trained),
+                generated=sum(map(len, versions)),
                 loss_spans=tuple(spans),
-                min_version=int(trained.min()),
-                max_version=int(trained.max()),
+                min_version=min(int(each.min()) for each in versions),
+                max_version=max(int(each.max()) for each in versions),
                 flags=tuple(flagged),
+                images=image_items(path),
             )
         )
 
     def _plain(self, ids: Ids, role: int) -> None:
         zeros = np.zeros(len(ids), np.int32)
-        self._append(ids, role, 0, zeros.astype(np.float32), zeros)
+        self._append(ids, role, 0, zeros.view(np.float32), zeros)
 
     def _append(
         self,
@@ -183,38 +198,29 @@ class _Rows:
         self._segments.append((self._end, self._end + len(ids), role, flags, len(self.contexts)))
         self._end += len(ids)
 
-    def columns(self) -> dict[str, npt.NDArray[np.generic]]:
-        columns: dict[str, npt.NDArray[np.generic]] = {
-            "tokens": np.concatenate([np.empty(0, np.int32), *self._tokens]),
-            "loss_mask": np.concatenate([np.empty(0, np.uint8), *self._mask]),
-            "logprobs": np.concatenate([np.empty(0, np.float32), *self._logprobs]),
-            "policy_version": np.concatenate([np.empty(0, np.int32), *self._versions]),
-            "segments": np.asarray(self._segments, np.int32).reshape(-1, 5),
+    def pieces(self) -> dict[str, list[Column]]:
+        columns: dict[str, list[Column]] = {
+            "tokens": _joined(self._tokens or [np.empty(0, np.int32)]),
+            "loss_mask": _joined(self._mask or [np.empty(0, np.uint8)]),
+            "logprobs": _joined(self._logprobs or [np.empty(0, np.float32)]),
+            "policy_version": _joined(self._versions or [np.empty(0, np.int32)]),
+            "segments": [np.asarray(self._segments, np.int32).reshape(-1, 5)],
         }
         if any(self._candidates):
             sizes = [len(ids) for ids in self._candidates]
-            columns["candidates.offsets"] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-            columns["candidates.ids"] = np.asarray(
-                [token for ids in self._candidates for token in ids], np.int32
-            )
-        if self._routing:
-            columns |= self._routed()
+            columns["candidates.offsets"] = [np.cumsum([0, *sizes], dtype=np.int64)]
+            ids = chain.from_iterable(self._candidates)
+            columns["candidates.ids"] = [np.fromiter(ids, np.int32, sum(sizes))]
+        tokens = (context.tokens for context in self.contexts)
+        if routed := routed_rows(zip(tokens, self._routing, strict=True)):
+            columns[whole_name(routed)] = routed
         return columns
 
-    def _routed(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Rows of no routing (what was never an input: a context's last token) are 0."""
-        routings = [
-            (offset, node.turn.routing) for offset, node in self._routing if node.turn and node.turn.routing
-        ]
-        layers, k = routings[0][1].rows.shape[1:]
-        wide = any(routing.rows.dtype == np.uint16 for _, routing in routings)
-        found = np.zeros((self._end, layers, k), np.uint16 if wide else np.uint8)
-        ends = {context.offset: context.offset + context.tokens for context in self.contexts}
-        for offset, routing in routings:
-            start = offset + routing.start
-            room = ends[offset] - start
-            found[start : start + min(room, len(routing.rows))] = routing.rows[:room]
-        return {f"routed_experts.L0-{layers - 1}": found}
+
+def _joined(pieces: list[Column]) -> list[Column]:
+    """One piece, where they are so small that each costs more than its bytes: a column of narrow rows over thousands of turns."""
+    small = sum(piece.nbytes for piece in pieces) < _SMALL * len(pieces)
+    return [np.concatenate(pieces)] if small else pieces
 
 
 def _flag(flagged: list[Flag], span: Span, rules: int) -> None:

@@ -22,6 +22,7 @@ from pipeline.capture.rules import Kind
 from pipeline.capture.tree import Node, SampledTurn
 from pipeline.checksum import crc32c
 from pipeline.engines.base import Routing
+from schemas.payload import ImageItem
 
 _FRAME = struct.Struct("<II")
 _HEADER = struct.Struct("<I")
@@ -96,7 +97,7 @@ def _node(node: Node, arrays: list[_Array]) -> dict[str, Any]:
         "number": node.number,
         "parent": node.parent.number if node.parent else 0,
         "role": node.role,
-        "images": node.images,
+        "images": [image.model_dump() for image in node.images],
         "ids": _put(arrays, node.ids),
     }
     turn = node.turn
@@ -157,7 +158,8 @@ def recorded(body: bytes | memoryview) -> Recorded:
                 candidates = tuple(tuple(part.tolist()) for part in parts)
             routing = Routing(found["routed_from"], take(found["routing"])) if "routing" in found else None
             turn = SampledTurn(lead, ids, logprobs, versions, tail, candidates, routing)
-        nodes.append(Node(found["number"], None, found["role"], ids, turn, kind, tuple(found["images"])))
+        images = tuple(ImageItem.model_validate(image) for image in found["images"])
+        nodes.append(Node(found["number"], None, found["role"], ids, turn, kind, images))
     return Recorded(
         session=header["session"],
         nodes=tuple(nodes),

@@ -39,6 +39,7 @@ from pipeline.capture.renderers.remembering import Remembering
 from pipeline.capture.rules import Rules
 from pipeline.capture.secret import is_session_secret, reasoning_key
 from pipeline.capture.session import Journal, Session
+from pipeline.capture.showing import Showing
 from pipeline.capture.sse import send_events
 from pipeline.capture.turn import Turn
 from pipeline.engines.base import Engine
@@ -103,12 +104,14 @@ class Capture:
         engine: Engine,
         max_context: int,
         limits: Limits = Limits(),
+        showing: Showing | None = None,
     ) -> None:
         self._run_key = run_key
         self._renderer = Remembering(renderer)
         self._engine = engine
         self._max_context = max_context
         self._limits = limits
+        self._showing = showing
         self._doors: dict[str, _Door] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._chat, self._anthropic, self._responses = Chat(), Anthropic(), Responses()
@@ -137,6 +140,7 @@ class Capture:
             deadline,
             journal,
             judge,
+            self._showing,
         )
         self._doors[session_id] = _Door(session)
         return session

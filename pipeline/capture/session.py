@@ -28,9 +28,10 @@ from pipeline.capture.messages import Message
 from pipeline.capture.reading import Reading, finish
 from pipeline.capture.renderers.base import Renderer
 from pipeline.capture.rules import Kind, Rules, classify
+from pipeline.capture.showing import Rendered, Showing, placed
 from pipeline.capture.tree import ContextTree, Ids, Match, SampledTurn
 from pipeline.capture.turn import SessionClosed, Turn
-from pipeline.engines.base import Engine, EngineUnavailable, Generation, ImageItem
+from pipeline.engines.base import Engine, EngineUnavailable, Generation
 from pipeline.engines.wire import SamplingParams
 from pipeline.signal.rules import NO_RULES, Called, Judge
 from pipeline.signal.rules import Turn as JudgedTurn
@@ -62,8 +63,10 @@ class Session:
         deadline: float | None = None,
         journal: Journal | None = None,
         judge: Judge = NO_RULES,
+        showing: Showing | None = None,
     ) -> None:
-        """`key` signs reasoning; `deadline` is a time of the running loop; `max_context` in tokens, prompt and answer."""
+        """`key` signs reasoning; `deadline` is a time of the running loop; `max_context` in tokens, prompt and answer; `showing`:
+        None for a policy that is trained on no images."""
         self.id = id
         self.behaviour = behaviour
         self.max_context = max_context
@@ -72,6 +75,7 @@ class Session:
         self._key = key
         self._rules = rules
         self._budget = Budget(behaviour, deadline)
+        self._showing = showing
         self._judge = judge
         self._tree = ContextTree()
         self._judging = Judging(id, self._tree, judge, journal, behaviour.exclude)
@@ -141,7 +145,7 @@ class Session:
         """Tokens of the prompt that a call with this dialogue would make. Raises BadRequest."""
         _, match, rendered = await self._prepare(dialogue)
         lead, _ = self._renderer.lead(Call("", dialogue, "").tool_choice)
-        return match.node.tokens + sum(map(len, rendered)) + len(lead)
+        return match.node.tokens + sum(map(len, rendered.ids)) + len(lead)
 
     async def close(self) -> None:
         """Ends what is under way; what was recorded stays."""
@@ -181,8 +185,8 @@ class Session:
         finally:
             self._tasks.discard(asyncio.current_task())
 
-    async def _prepare(self, dialogue: Dialogue) -> tuple[list[Step], Match, list[Ids]]:
-        """The dialogue's steps, the longest known path, and the tokens of the rest."""
+    async def _prepare(self, dialogue: Dialogue) -> tuple[list[Step], Match, Rendered]:
+        """The dialogue's steps, the longest known path, and the rest of them."""
         if not self._renderer.images and any(message.images for message in dialogue.messages):
             raise BadRequest(
                 f"the request has an image, and the policy's family {self._renderer.family} takes none; leave images out",
@@ -199,21 +203,26 @@ class Session:
         new = [message for step in asked[match.steps :] for message in step.messages]
         # Of the first step, the tools are a part.
         if match.steps and _characters(new) <= _TOKENIZED:
-            return asked, match, self._render(dialogue, match)
-        return asked, match, await asyncio.to_thread(self._render, dialogue, match)
+            return asked, match, self._render(dialogue, asked, match)
+        return asked, match, await asyncio.to_thread(self._render, dialogue, asked, match)
 
     def _known(self, dialogue: Dialogue) -> tuple[list[Step], Match]:
         asked = steps(dialogue)
         return asked, self._tree.match(asked)
 
-    def _render(self, dialogue: Dialogue, match: Match) -> list[Ids]:
+    def _render(self, dialogue: Dialogue, asked: Sequence[Step], match: Match) -> Rendered:
         try:
-            return [_ids(step) for step in self._renderer.steps(dialogue, match.steps)]
+            found = self._renderer.steps(dialogue, match.steps)
         except ValueError as error:
             raise BadRequest(f"the dialogue cannot be rendered: {error}", "messages") from None
+        if self._showing is None:
+            return Rendered([_ids(step) for step in found])
+        return self._showing.expanded(found, asked[match.steps :])
 
     async def _sample(self, turn: Turn, call: Call, kind: Kind) -> Answer:
         asked, match, rendered = await self._prepare(call.dialogue)
+        if self._showing is not None:
+            self._showing.see(asked[match.steps :])
         await self._judging.results(asked, match)
         try:
             prompt_lead, opening = self._renderer.lead(call.tool_choice)
@@ -221,9 +230,9 @@ class Session:
             raise BadRequest(f"the choice cannot be forced: {error}", "tool_choice") from None
         lead = [*prompt_lead, *opening]
         if match.node.tokens <= _PUT_TOGETHER:
-            prompt = self._tree.prompt(match, rendered, lead)
+            prompt = self._tree.prompt(match, rendered.ids, lead)
         else:
-            prompt = await asyncio.to_thread(self._tree.prompt, match, rendered, lead)
+            prompt = await asyncio.to_thread(self._tree.prompt, match, rendered.ids, lead)
         room = self.max_context - len(prompt)
         if room < 1:
             raise ContextOverflow(len(prompt), self.max_context)
@@ -248,7 +257,7 @@ class Session:
             f"{self.id}-r{number}",
             self.id,
             watch=reading.watch if watched else None,
-            images=_items(call.dialogue),
+            images=placed(self._showing, call.dialogue, match.node, given.rendered, prompt),
             routed_from=match.node.routed,
             within=self._budget.left_s(),
         )
@@ -277,10 +286,11 @@ class Session:
         node = self._tree.add(
             match,
             given.asked,
-            given.rendered,
+            given.rendered.ids,
             sampled,
             answer_key_of(parsed.content, parsed.tool_calls),
             kind,
+            given.rendered.images,
         )
         self._budget.spend(len(sampled.ids))
         answer = Answer(
@@ -344,16 +354,10 @@ class _Prompt:
 
     asked: list[Step]
     match: Match
-    rendered: list[Ids]
+    rendered: Rendered
     lead: Sequence[int]
     opening: Sequence[int]
     ids: Ids
-
-
-def _items(dialogue: Dialogue) -> list[ImageItem]:
-    """The dialogue's images, in order. The agent sends them with each request: nothing of a session holds them."""
-    images = [image for message in dialogue.messages for image in message.images]
-    return [ImageItem(image.digest, image.media_type, image.data) for image in images]
 
 
 def _characters(messages: Sequence[Message]) -> int:

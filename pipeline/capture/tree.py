@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pipeline.capture.dialogue import Key, Step
 from pipeline.capture.rules import Kind
 from pipeline.engines.base import Routing
-from schemas.payload import ROLES
+from schemas.payload import ROLES, ImageItem
 
 Ids = npt.NDArray[np.int32]
 TEMPLATE = ROLES.index("template")
@@ -55,7 +55,7 @@ class SampledTurn:
 class Node:
     """One turn. A prompt node has `ids` alone; a sampled one has `turn`, whose ids these are, and the `kind` of the request
     that it answered. `tokens`, `sampled` and `routed` are of the whole path: its tokens, its sampled turns, and how many
-    of its first tokens' routing is known."""
+    of its first tokens' routing is known. `images`: those of a prompt turn that the policy is shown, by their places in `ids`."""
 
     number: int
     parent: Node | None
@@ -63,7 +63,7 @@ class Node:
     ids: Ids
     turn: SampledTurn | None = None
     kind: Kind = field(default=Kind())
-    images: tuple[str, ...] = ()
+    images: tuple[ImageItem, ...] = ()
     tokens: int = 0
     sampled: int = 0
     routed: int = 0
@@ -144,8 +144,10 @@ class ContextTree:
         turn: SampledTurn,
         answer: Key,
         kind: Kind = Kind(),  # noqa: B008  # frozen
+        images: Sequence[tuple[ImageItem, ...]] = (),
     ) -> Node:
-        """Puts the rest of the request (`steps[match.steps:]`, with their ids) and the sampled turn into the tree.
+        """Puts the rest of the request (`steps[match.steps:]`, with their ids, and the `images` that each shows, () for none at
+        all) and the sampled turn into the tree.
 
         A prompt turn that another request has put there meanwhile is shared when its tokens are the same.
         """
@@ -153,13 +155,12 @@ class ContextTree:
         if len(rest) != len(rendered):
             raise ValueError(f"{len(rest)} steps are unmatched and {len(rendered)} are rendered")
         node = match.node
-        for step, given in zip(rest, rendered, strict=True):
+        for step, given, shown in zip(rest, rendered, images or [()] * len(rest), strict=True):
             ids = np.asarray(given, np.int32)
             known = node.prompts.setdefault(step.prompt_key, [])
             child = next((child for child in known if np.array_equal(child.ids, ids)), None)
             if child is None:
-                images = tuple(image.digest for message in step.messages for image in message.images)
-                child = self.append(Node(len(self.nodes), node, ROLES.index(step.role), ids, images=images))
+                child = self.append(Node(len(self.nodes), node, ROLES.index(step.role), ids, images=shown))
                 known.append(child)
             node = child
         sampled = Node(len(self.nodes), node, ROLES.index("assistant"), turn.ids, turn, kind)

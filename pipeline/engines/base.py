@@ -29,11 +29,14 @@ class EngineRefused(ValueError):
 @dataclass(frozen=True, slots=True)
 class ImageItem:
     """An image of the prompt, in the order of its placeholders. `digest` (SHA-256, hexadecimal) is its identity to the
-    engine's cache; `data` is sent only when the engine has not seen it."""
+    engine's cache; `data` is sent only when the engine has not seen it. `start`, `tokens`: the placeholders in the prompt that
+    stand for it, as many as the engine itself will make of one; 0 tokens: there is one, of which nothing is known."""
 
     digest: str
     media_type: str
     data: bytes
+    start: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

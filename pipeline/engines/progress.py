@@ -218,6 +218,16 @@ def plain(token_ids: Prompt) -> Sequence[int] | npt.NDArray[np.int32]:
     return token_ids if isinstance(token_ids, list | tuple) else list(token_ids)
 
 
+def collapsed(token_ids: Prompt, images: Sequence[ImageItem]) -> Sequence[int] | npt.NDArray[np.int32]:
+    """The prompt, as `plain`, with one placeholder for each image: engines expand them by themselves."""
+    if not any(image.tokens > 1 for image in images):
+        return plain(token_ids)
+    kept = np.ones(len(token_ids), np.bool_)
+    for image in images:
+        kept[image.start + 1 : image.start + image.tokens] = False
+    return np.asarray(token_ids, np.int32)[kept]
+
+
 def continued(params: SamplingParams, sampled: int) -> SamplingParams:
     """The parameters for the rest of a generation of which `sampled` tokens are there.
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import orjson
 
-from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, answered, plain
+from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, answered, collapsed, plain
 from pipeline.engines.routing import from_raw
 from pipeline.engines.scores import Scores, of_numbers
 from pipeline.engines.wire import SamplingParams
@@ -26,7 +26,7 @@ _OURS = frozenset({"logprobs", "prompt_logprobs", "seed"})
 def request_body(ask: Ask, routing: bool) -> bytes:
     """The request as JSON. routing: whether routed experts are asked for."""
     body: dict[str, Any] = {
-        "input_ids": plain(ask.token_ids),
+        "input_ids": collapsed(ask.token_ids, ask.images),
         "sampling_params": sampling(ask.params),
         "rid": ask.request_id,
         "return_logprob": True,
@@ -84,6 +84,11 @@ def take(
     Raises BadAnswer, and Rejected for a request that the engine ended for a reason of its own.
     """
     meta = _meta(data)
+    counted = meta.get("prompt_tokens")
+    if ask.images and all(image.tokens for image in ask.images) and counted not in (None, len(ask.token_ids)):
+        raise BadAnswer(
+            f"{counted} tokens of the prompt where engine.vision makes {len(ask.token_ids)} of it: set that as the engine's processor is"
+        )
     total = cast(int, meta.get("completion_tokens") or 0)
     new = total - progress.received
     if new < 0:

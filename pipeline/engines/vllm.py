@@ -142,7 +142,7 @@ class VllmReplica:
     async def _once(self, ask: Ask, progress: Progress, watch: Watch | None, deadline: float) -> Finish:
         body = request_body(ask, self._images.__contains__)
         headers = {"X-Session-ID": ask.session_id}
-        checked = not ask.images
+        checked = _expanded(ask)
         if not ask.stream:
             _, reason = await _read(
                 await self._http.whole(GENERATE, body, headers, deadline), progress, checked
@@ -181,7 +181,7 @@ class VllmReplica:
                 )
                 async for data in events:
                     if error_of(data) is None:
-                        token_ids, _ = await _read(data, progress, not ask.images)
+                        token_ids, _ = await _read(data, progress, _expanded(ask))
                         progress.keep(0, len(token_ids))
 
     async def _known_version(self) -> int:
@@ -204,6 +204,11 @@ class VllmReplica:
     def _forget(self, digests: Sequence[str]) -> None:
         for digest in digests:
             self._images.pop(digest, None)
+
+
+def _expanded(ask: Ask) -> bool:
+    """Whether the prompt has as many tokens here as in the engine."""
+    return all(image.tokens for image in ask.images)
 
 
 async def _read(data: bytes, progress: Progress, checked: bool) -> tuple[list[int], str | None]:

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from pipeline.engines.base import ImageItem
-from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, answered, plain
+from pipeline.engines.progress import Ask, BadAnswer, Progress, Prompt, answered, collapsed, plain
 from pipeline.engines.routing import from_npy
 from pipeline.engines.scores import Scores, of_numbers
 
@@ -28,7 +28,7 @@ def request_body(ask: Ask, known: Callable[[str], bool]) -> bytes:
     if ask.routed_from:
         sampling["routed_experts_prompt_start"] = ask.routed_from
     body: dict[str, Any] = {
-        "token_ids": plain(ask.token_ids),
+        "token_ids": collapsed(ask.token_ids, ask.images),
         "sampling_params": sampling,
         "request_id": ask.request_id,
         "stream": ask.stream,
@@ -50,7 +50,7 @@ def score_body(token_ids: Prompt, top_k: int, request_id: str) -> bytes:
 def take(data: bytes, progress: Progress, checked: bool = True) -> tuple[list[int], str | None]:
     """Read a whole answer, or one event of a stream, into `progress`: its tokens, and why it ended (None: it goes on).
 
-    checked: whether the number of routing rows must fit the tokens (not where the engine widens images in the prompt).
+    checked: whether the number of routing rows must fit the tokens (not where the engine alone knows how many an image has).
     Raises BadAnswer.
     """
     data, experts = _without_experts(data)

@@ -1,8 +1,15 @@
 """The trainer's side: the micro-batches of a step, one after the other, from the rank's packer. Synchronous.
 
-    feed = Feed(socket_path(config, rank))
+    feed = open_feed(config, rank)              # or open_feed(directory of the sockets, rank, Sizes(dp, cp, tp, pp))
     for micro_batch in feed.batch(step):
-        ...                                 # micro_batch.arrays (numpy) or micro_batch.torch()
+        ...                                     # micro_batch.torch(), or micro_batch.arrays (numpy)
+
+The rank's place in training is the trainer's checkpoint: one that has taken step k asks for step k + 1. A step that the log
+does not have as trained is given again, from the same plan, however often it was given before.
+
+A step may be planned anew while it is trained, without sequences whose objects are damaged. At the end of a step the ranks
+agree on the largest `MicroBatch.revision` that any of them was given: unless all had that one for all of their micro-batches,
+they drop the step's gradients and take it again, `feed.batch(step, revision)`. Micro-batches keep their number and sizes.
 
 Promises:
 - `batch` waits for a step that has not been yielded yet, without polling the packer;
@@ -26,10 +33,13 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from pipeline.feed.memfd import SealedWindow
-from pipeline.feed.wire import Protocol, Request, checked_path, frame, receive_answer
+from pipeline.feed.wire import Protocol, Request, checked_path, frame, receive_answer, socket_in, socket_path
+from schemas.config import RunConfig
+from schemas.parallel import Sizes
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 _TICK_S = 0.2
 """How often a waiting feed looks at its stop callback and its deadline."""
@@ -49,12 +59,14 @@ class FeedStopped(Exception):
 
 
 class MicroBatch:
-    """One packed micro-batch: `arrays` as `pipeline.batch.windows.pack` describes them, read-only and shared."""
+    """What a rank has of one packed micro-batch: `arrays` as `pipeline.batch.windows` describes them, read-only and shared.
+    `index` of `count` in the step; `revision`: of the step's plan."""
 
-    def __init__(self, step: int, index: int, count: int, window: SealedWindow) -> None:
+    def __init__(self, step: int, index: int, count: int, window: SealedWindow, revision: int = 0) -> None:
         self.step = step
         self.index = index
         self.count = count
+        self.revision = revision
         self._window = window
 
     @property
@@ -64,7 +76,13 @@ class MicroBatch:
     @property
     def sequences(self) -> tuple[str, ...]:
         """The sequence of each context of the pack, in order; a sequence of several contexts is there several times."""
-        return tuple(self._window.meta["sequences"])
+        return tuple(self.meta["sequences"])
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Of the window: run, step, microbatch, dp, cp, pp, tp, layout; cp_size and cp_rank, of this micro-batch, and its group;
+        the revision that it was built with; sequences."""
+        return self._window.meta
 
     def torch(self) -> dict[str, torch.Tensor]:
         """The arrays as tensors, without a copy. Writing to one changes this process's pages only."""
@@ -75,9 +93,40 @@ class MicroBatch:
             for name, array in self._window.private().items()
         }
 
+    def redistribute(
+        self, embeddings: torch.Tensor, group: ProcessGroup | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The encoder's output for the images of `images.pixels`, [rows, hidden], to the rows of this window: (rows [N, hidden],
+        local rows that they are, [N]). A collective over the data- and context-parallel ranks; see `pipeline.feed.images`."""
+        from pipeline.feed.images import redistribute
+
+        return redistribute(embeddings, self.torch(), group)
+
     def close(self) -> None:
         """Drops the arrays; tensors and views that are still held stay valid."""
         self._window.close()
+
+
+def open_feed(
+    run: RunConfig | Path | str,
+    rank: int,
+    sizes: Sizes | None = None,
+    *,
+    stop: Callable[[], bool] | None = None,
+    timeout_s: float | None = None,
+) -> Feed:
+    """The feed of a trainer's rank, numbered as Megatron does: tensor-parallel fastest, then context, data and pipeline.
+
+    `run`: its configuration, or the directory of its packers' sockets, which needs `sizes`. `stop`, `timeout_s`: as of `Feed`.
+    Raises ValueError on a rank that there is not, SocketPathTooLong.
+    """
+    if isinstance(run, RunConfig):
+        path = socket_path(run, (sizes or run.batch.sizes).packer_of(rank))
+    elif sizes is not None:
+        path = socket_in(run, sizes.packer_of(rank))
+    else:
+        raise ValueError(f"sockets in {run}: give the sizes (dp, cp, tp, pp) of the trainer too")
+    return Feed(path, stop=stop, timeout_s=timeout_s)
 
 
 class Feed:
@@ -89,16 +138,17 @@ class Feed:
     def __init__(
         self, path: Path | str, *, stop: Callable[[], bool] | None = None, timeout_s: float | None = None
     ) -> None:
-        self._path = checked_path(Path(path))
+        self.path = checked_path(Path(path))
         self._stop = stop
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
 
-    def batch(self, step: int) -> Generator[MicroBatch, None, None]:
-        """The micro-batches of a step, in order. Raises FeedError, FeedTimeout, FeedStopped, BadWindow, Protocol."""
+    def batch(self, step: int, revision: int = 0) -> Generator[MicroBatch, None, None]:
+        """The micro-batches of a step, in order, each of at least that revision. Raises FeedError, FeedTimeout, FeedStopped,
+        BadWindow, Protocol."""
         index, last = 0, False
         while not last:
-            micro_batch, last = self._ask(step, index)
+            micro_batch, last = self._ask(step, index, revision)
             try:
                 yield micro_batch
             finally:
@@ -117,14 +167,15 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, step: int, index: int) -> tuple[MicroBatch, bool]:
+    def _ask(self, step: int, index: int, revision: int) -> tuple[MicroBatch, bool]:
         deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
-        what = f"step {step} micro-batch {index} from {self._path}"
+        what = f"step {step} micro-batch {index} from {self.path}"
         while True:
             self._check(deadline, what)
             try:
                 sock = self._connected()
-                sock.sendall(frame(Request(kind="ask", step=step, microbatch=index)))
+                asking = Request(kind="ask", step=step, microbatch=index, revision=revision)
+                sock.sendall(frame(asking))
                 answer, fd = receive_answer(sock, partial(self._readable, sock, deadline, what))
             except (ConnectionError, FileNotFoundError):
                 # The packer was killed, or is not up yet: its successor is asked for the same window.
@@ -134,16 +185,19 @@ class Feed:
             except BaseException:
                 self.close()
                 raise
-            if (answer.step, answer.microbatch) != (step, index):
+            told = (answer.step, answer.microbatch)
+            if told != (step, index) or (fd is not None and answer.revision < revision):
                 self.close()
                 if fd is not None:
                     os.close(fd)
                 raise Protocol(
-                    f"{what}: the packer answered with step {answer.step} micro-batch {answer.microbatch}"
+                    f"{what}, revision {revision} or newer: the packer answered with step {answer.step} micro-batch "
+                    f"{answer.microbatch}, revision {answer.revision}"
                 )
             if fd is None:
                 raise FeedError(f"{what}: {answer.error}")
-            return MicroBatch(step, index, answer.microbatches, SealedWindow(fd)), answer.last
+            window = SealedWindow(fd)
+            return MicroBatch(step, index, answer.microbatches, window, answer.revision), answer.last
 
     def _acknowledge(self, step: int, index: int) -> None:
         if self._socket is not None:
@@ -155,7 +209,7 @@ class Feed:
         if self._socket is None:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                made.connect(str(self._path))
+                made.connect(str(self.path))
             except BaseException:
                 made.close()
                 raise

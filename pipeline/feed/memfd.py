@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -51,13 +51,20 @@ class _Header(BaseModel):
     arrays: dict[str, _ArrayHeader]
 
 
+class Place(NamedTuple):
+    """Of an array: its first byte, from the start of the file, and its form."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where everything of a window lies; known before a byte of it is fetched."""
 
     head: bytes
-    offsets: dict[str, int]
-    """From the start of the file."""
+    places: dict[str, Place]
     size: int
     """Bytes of the whole file."""
 
@@ -72,23 +79,73 @@ def plan_layout(meta: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[i
     header = orjson.dumps({"meta": meta, "arrays": arrays})
     base = _aligned(_PREFIX + len(header))
     head = (_MAGIC + len(header).to_bytes(8, "little") + header).ljust(base, b"\0")
-    return Layout(head, {name: base + array["offset"] for name, array in arrays.items()}, base + at)
+    places = {name: Place(base + arrays[name]["offset"], *form) for name, form in shapes.items()}
+    return Layout(head, places, base + at)
+
+
+class Draft:
+    """A window that is being written: rows of its arrays in any order, from any thread. What is not written is 0."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Raises OSError out of descriptors."""
+        self._places = layout.places
+        self._fd: int | None = os.memfd_create("packtrain-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, layout.size)
+            _write(self._fd, layout.head, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, first: int, values: Array) -> None:
+        """Writes `values` as rows [first, first + len(values)) of the array; a 0-dimensional one as itself, at 0.
+
+        Raises ValueError on values of another dtype, another row, or outside the array, OSError out of memory.
+        """
+        place = self._places[name]
+        end = first + (len(values) if values.ndim else 1)
+        if (
+            values.dtype != place.dtype
+            or values.ndim != len(place.shape)
+            or values.shape[1:] != place.shape[1:]
+            or not 0 <= first <= end <= (place.shape[0] if place.shape else 1)
+        ):
+            raise ValueError(
+                f"{values.dtype} {values.shape} are not rows [{first}, {end}) of array {name!r}, {place.dtype} {place.shape}"
+            )
+        if self._fd is None:
+            raise ValueError("the window is sealed or dropped")
+        # Written, not mapped: a writable map would have to be gone before the seal, and faulting pages in is slower.
+        row = np.dtype(place.dtype).itemsize * prod(place.shape[1:])
+        _write(
+            self._fd, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, place.offset + first * row
+        )
+
+    def seal(self) -> int:
+        """The descriptor, which is the caller's to close, of what nobody can change any more."""
+        if self._fd is None:
+            raise ValueError("the window is sealed or dropped")
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        fd, self._fd = self._fd, None
+        return fd
+
+    def close(self) -> None:
+        """Drops what was not sealed."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 def seal(layout: Layout, arrays: Mapping[str, Array]) -> int:
-    """Writes and seals the window; returns the descriptor, which is the caller's to close. Raises OSError out of memory."""
-    fd = os.memfd_create("packtrain-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """A window of whole arrays; the descriptor is the caller's to close. Raises KeyError without one of them, ValueError on
+    one of another form, OSError out of memory."""
+    draft = Draft(layout)
     try:
-        os.ftruncate(fd, layout.size)
-        _write(fd, layout.head, 0)
-        # Written, not mapped: a writable map would have to be gone before the seal, and faulting pages in is slower.
-        for name, offset in layout.offsets.items():
-            _write(fd, np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data, offset)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        for name in layout.places:
+            draft.write(name, 0, arrays[name])
+        return draft.seal()
+    finally:
+        draft.close()
 
 
 class SealedWindow:

@@ -41,9 +41,9 @@ class WindowRefused(Exception):
 class Windows(Interface):
     """What a server serves. `rank` is a connection's identity."""
 
-    async def hold(self, rank: object, window: WindowId) -> tuple[Answer, int]:
-        """Waits for the window and marks it as held by the rank. Returns a descriptor that stays the callee's, valid
-        while held. Raises WindowRefused."""
+    async def hold(self, rank: object, window: WindowId, revision: int) -> tuple[Answer, int]:
+        """Waits for the window in that revision or a newer one, and marks it as held by the rank. Returns a descriptor that
+        stays the callee's, valid while held. Raises WindowRefused."""
         ...
 
     def release(self, rank: object, window: WindowId) -> None:
@@ -138,7 +138,7 @@ class _Rank:
                 elif self._answering is not None and not self._answering.done():
                     raise Protocol("a second ask before the first was answered")
                 else:
-                    self._answering = self._loop.create_task(self._answer(window))
+                    self._answering = self._loop.create_task(self._answer(window, request.revision))
         except Protocol as error:
             _LOG.warning("a rank is hung up on: %s", error)
         except ConnectionError:
@@ -171,9 +171,9 @@ class _Rank:
             data += part
         return data
 
-    async def _answer(self, window: WindowId) -> None:
+    async def _answer(self, window: WindowId, revision: int) -> None:
         try:
-            answer, fd = await self._windows.hold(self, window)
+            answer, fd = await self._windows.hold(self, window, revision)
         except WindowRefused as refusal:
             answer = Answer(step=window.step, microbatch=window.microbatch, error=str(refusal)[:4000])
             fd = None

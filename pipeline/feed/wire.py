@@ -3,6 +3,9 @@
 A rank sends `Request`s: `ask` for a micro-batch, which is answered once it exists, and `ack` when it is done with one.
 An `Answer` without `error` carries exactly one file descriptor.
 
+A batch may be planned anew without some of its sequences. A rank says the least revision that it accepts, and is told the
+newest one that the window is good for.
+
 Promises: a message over `MAX_MESSAGE`, malformed, or with an unexpected descriptor ends the connection; received
 descriptors are close-on-exec and never leak, whatever else the message was.
 """
@@ -40,22 +43,30 @@ class Request(Frozen):
     kind: Literal["ask", "ack"]
     step: int = Field(ge=1)
     microbatch: int = Field(ge=0)
+    revision: int = Field(default=0, ge=0)
 
 
 class Answer(Frozen):
-    """`microbatches` is the count of this step; `last` is true on the last one. With `error`, there is no descriptor."""
+    """`microbatches` is the count of this step; `last` is true on the last one; `revision` is one of the step's, at least the
+    one that was asked for. With `error`, there is no descriptor."""
 
     step: int = Field(ge=1)
     microbatch: int = Field(ge=0)
     microbatches: int = Field(default=0, ge=0)
     last: bool = False
+    revision: int = Field(default=0, ge=0)
     error: str | None = Field(default=None, max_length=4000)
 
 
-def socket_path(config: RunConfig, dp: int) -> Path:
-    """The socket of the packer of a data-parallel coordinate. Raises SocketPathTooLong."""
+def socket_path(config: RunConfig, packer: int) -> Path:
+    """The socket of the packer of that number. Raises SocketPathTooLong."""
     directory = config.packer.socket_dir or f"{config.directory}/runs/{config.run}"
-    return checked_path(Path(directory) / f"packer-{dp}.sock")
+    return socket_in(directory, packer)
+
+
+def socket_in(directory: Path | str, packer: int) -> Path:
+    """The same of a run whose sockets are in that directory."""
+    return checked_path(Path(directory) / f"packer-{packer}.sock")
 
 
 def checked_path(path: Path) -> Path:

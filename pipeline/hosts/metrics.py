@@ -7,15 +7,15 @@ Promises:
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from pipeline.hosts.histogram import Histogram
 from pipeline.hosts.report import HostReport
+from pipeline.hosts.requests import Requests
 from pipeline.hosts.waits import Waits
 
 if TYPE_CHECKING:
@@ -30,35 +30,18 @@ class BadBind(OSError):
 
 
 @dataclass
-class Histogram:
-    """Counts by upper bound; the last is for what is over all of them."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list[int])
-    sum: float = 0.0
-
-    def observe(self, value: float) -> None:
-        if not self.counts:
-            self.counts = [0] * (len(self.bounds) + 1)
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many are not over it)."""
-        bounds = [*map(str, self.bounds), "+Inf"]
-        return list(zip(bounds, map(float, accumulate(self.counts or [0] * len(bounds))), strict=True))
-
-
-@dataclass
 class Measures:
     """Of one process. `hosts` gives the state of each host in it; `address` is where `/metrics` is, empty for nowhere."""
 
     waits: Waits = field(default_factory=Waits)
+    requests: Requests = field(default_factory=Requests)
     hosts: list[Callable[[], HostReport]] = field(default_factory=list[Callable[[], HostReport]])
     phases: dict[tuple[str, str], Histogram] = field(default_factory=dict[tuple[str, str], Histogram])
     peaks: dict[str, Histogram] = field(default_factory=dict[str, Histogram])
     grading: dict[tuple[str, str], Histogram] = field(default_factory=dict[tuple[str, str], Histogram])
     grading_cost: dict[str, float] = field(default_factory=dict[str, float])
+    removed: dict[str, int] = field(default_factory=dict[str, int])
+    """Objects that the collector removed, by reason."""
     address: str = ""
 
     def trial(self, pool: str, took: Mapping[str, float], peak_bytes: int) -> None:
@@ -168,6 +151,41 @@ class _Collector:
         for source, spent in self._measures.grading_cost.items():
             cost.add_metric([source], spent)
         yield from (grading, cost)
+        removed = CounterMetricFamily(
+            "packtrain_objects_removed", "Objects that retention removed, by reason", labels=["reason"]
+        )
+        for reason, count in self._measures.removed.items():
+            removed.add_metric([reason], count)
+        yield removed
+        yield from self._requests()
+
+    def _requests(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        found = self._measures.requests
+        seconds = HistogramMetricFamily(
+            "packtrain_store_seconds",
+            "Operations on the object store, with their tries",
+            labels=["operation"],
+        )
+        for operation, took in found.seconds.items():
+            seconds.add_metric([operation], took.buckets(), took.sum)
+        moved = CounterMetricFamily(
+            "packtrain_store_bytes", "Bytes of objects that were moved", labels=["operation"]
+        )
+        for operation, number in found.bytes.items():
+            moved.add_metric([operation], number)
+        retries = CounterMetricFamily(
+            "packtrain_store_retries", "Tries after the first", labels=["operation"]
+        )
+        for operation, number in found.retries.items():
+            retries.add_metric([operation], number)
+        errors = CounterMetricFamily(
+            "packtrain_store_errors", "Operations that gave an error", labels=["operation", "error"]
+        )
+        for (operation, error), number in found.errors.items():
+            errors.add_metric([operation, error], number)
+        yield from (seconds, moved, retries, errors)
 
 
 @asynccontextmanager

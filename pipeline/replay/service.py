@@ -13,6 +13,7 @@ from pipeline.batch.mixer import MixerCore
 from pipeline.batch.sampler import SamplerCore
 from pipeline.decision import Core
 from schemas.facts import (
+    BatchReplanned,
     BatchYielded,
     Fact,
     RunStopped,
@@ -43,11 +44,11 @@ def _mixed(fact: Fact) -> bool:
 def _sampled(fact: Fact) -> bool:
     if isinstance(fact, SampleRejected | SampleShaped):
         return fact.by == "sampler"
-    return isinstance(fact, SampleCompleted | SampleAccepted | BatchYielded)
+    return isinstance(fact, SampleCompleted | SampleAccepted | BatchYielded | BatchReplanned)
 
 
 def _yielded(fact: Fact) -> bool:
-    return isinstance(fact, BatchYielded) or (
+    return isinstance(fact, BatchYielded | BatchReplanned) or (
         isinstance(fact, SampleRejected) and fact.reason == "stale" and fact.by == "sampler"
     )
 

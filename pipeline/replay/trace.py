@@ -19,6 +19,7 @@ from typing import Literal
 from pipeline.batch.sampler import SamplerCore
 from schemas.envelope import Event
 from schemas.facts import (
+    BatchReplanned,
     BatchYielded,
     Fact,
     RunStarted,
@@ -26,6 +27,7 @@ from schemas.facts import (
     SampleRejected,
     SampleShaped,
     SequenceDispatched,
+    SequenceQuarantined,
     SequenceScored,
 )
 
@@ -44,7 +46,7 @@ class NoSuchId(LookupError):
 class Node:
     """An event of the tree. `depth` and `cause` (a message of the tree, None at a root) say where it hangs; `outside` is
     a root's cause as text (`message 1, run.started demo`). `after_s`: seconds since the cause, None when that is not known.
-    `note`: what the fact says of grading, scores, shaping, a rejection or penalties; text of others, which may hold anything.
+    `note`: what the fact says of grading, scores, shaping, a rejection, penalties or quarantine; text of others, which may hold anything.
     """
 
     seq: int
@@ -198,6 +200,8 @@ class Tracer:
     def _keep(self, event: Event) -> None:
         fact = event.fact
         correlation = fact.correlation()
+        if isinstance(fact, SequenceQuarantined) and self._kind == "batch":
+            correlation = f"{fact.step:06d}"
         if correlation is None or isinstance(fact, RunStarted):
             return
         time, shown = self._recent.get(event.causation or "", (None, ""))
@@ -282,6 +286,12 @@ def _note(fact: Fact) -> str:
             parts.append(fact.reason)
         case BatchYielded(factors=factors) if factors is not None:
             parts.append(f"penalty factors alpha {factors.alpha:.3f}, beta {factors.beta:.3f}")
+        case SequenceQuarantined():
+            where = [fact.key, *([f"column {fact.column}"] if fact.column else [])]
+            where += [f"block {fact.block}"] if fact.block is not None else []
+            parts.append(f"{fact.reason}: {' '.join(where)}")
+        case BatchReplanned():
+            parts.append(f"without {len(fact.without)}, the newest {fact.without[-1]}")
         case _:
             pass
     return ", ".join(parts)

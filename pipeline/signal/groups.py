@@ -2,7 +2,8 @@
 
 Promises:
 - a masked sequence counts in its group with its reward, and with nothing else: not its tokens, their age or their length; so
-  does one of which penalties leave no token, and a context of which they leave none counts for nothing;
+  does one of which penalties, or what becomes of overlong contexts, leave no token, and a context of which they leave none
+  counts for nothing;
 - a late grading that is not about the group, and advantages of a lower revision than those that are there, change nothing;
 - a group has its place among those that wait for a batch from its advantages of revision 0 on, whatever comes after;
 - a group that is decided against, or yielded, leaves no state behind;
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from pipeline.signal.penalties import counts
+from pipeline.signal.overlong import ANY, Fit
+from pipeline.signal.penalties import Counts, changes, counts
 from schemas.facts import (
     SampleGraded,
     SampleRejected,
@@ -34,17 +36,29 @@ from schemas.signal import Penalty
 _CONTEXTS = TypeAdapter(tuple[ContextMeta, ...])
 
 
+class Kept(NamedTuple):
+    """A context that is trained, as far as planning looks at it: `tokens` after the first `skip`, of which `surviving` are
+    trained, and whether rules changed some, and it shows images."""
+
+    context: int
+    tokens: int
+    skip: int
+    surviving: int
+    changed: bool
+    shows: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What judging needs of a finished sequence, and the JSON of what its plan will hold: as models, those would take ten
-    times the memory until then."""
+    """What judging and planning need of a finished sequence, and the JSON of what its plan will hold: as models, those would
+    take ten times the memory until then."""
 
     sequence: str
     reward: float
     termination: str
     tokens: int
     longest: int
-    """Tokens of its largest context that is trained."""
+    """Tokens of its largest context that is trained, or of what is left of that."""
     generated: int
     rows: int
     """Loss tokens of its payload, trained or not: the rows of its sidecars."""
@@ -57,20 +71,43 @@ class Finished:
     contexts_json: str
     payload_json: str
     masked: bool
-    """None of its tokens is trained: its termination's effect, by configuration, or all that penalties left."""
+    """None of its tokens is trained: its termination's effect, by configuration, or all that penalties left, and what becomes
+    of overlong contexts."""
+    plain: tuple[int, ...]
+    """The fields of `kept`, one after the other."""
 
     @classmethod
-    def of(cls, fact: SequenceFinished, masked: bool = False, penalties: Sequence[Penalty] = ()) -> Finished:
-        left = [(context, counts(context, penalties)) for context in fact.contexts]
+    def of(
+        cls,
+        fact: SequenceFinished,
+        masked: bool = False,
+        penalties: Sequence[Penalty] = (),
+        fit: Fit = ANY,
+    ) -> Finished:
+        skips = [fit.skip(context) for context in fact.contexts]
+        left = [
+            (context, counts(context, penalties, skip))
+            for context, skip in zip(fact.contexts, skips, strict=True)
+        ]
         rows = sum(context.loss_tokens() for context in fact.contexts)
         masked = masked or (rows > 0 and not any(n.surviving for _, n in left))
-        trained = [] if masked else [(c, n) for c, n in left if n.surviving or not c.flags]
+        trained: list[tuple[ContextMeta, Counts]] = []
+        longest, plain = 0, list[int]()
+        for index, ((context, n), skip) in enumerate(zip(left, skips, strict=True)):
+            if masked or skip is None or not (n.surviving or (not context.flags and not skip)):
+                continue
+            trained.append((context, n))
+            longest = max(longest, context.tokens - skip)
+            if n.surviving:
+                changed = bool(context.flags and changes(context, penalties, skip=skip))
+                shows = any(image.end > skip for image in context.images)
+                plain += (index, context.tokens - skip, skip, n.surviving, int(changed), int(shows))
         return cls(
             sequence=fact.sequence,
             reward=fact.reward,
             termination=fact.termination,
             tokens=sum(c.tokens for c in fact.contexts),
-            longest=max((c.tokens for c, _ in trained), default=0),
+            longest=longest,
             generated=sum(c.generated for c in fact.contexts),
             rows=rows,
             loss_tokens=sum(n.surviving for _, n in trained),
@@ -79,7 +116,16 @@ class Finished:
             contexts_json=_CONTEXTS.dump_json(fact.contexts).decode(),
             payload_json=fact.payload.model_dump_json(),
             masked=masked,
+            plain=tuple(plain),
         )
+
+    def kept(self) -> list[Kept]:
+        """The contexts that are rows of its plan."""
+        fields = iter(self.plain)
+        return [
+            Kept(context, tokens, skip, surviving, bool(changed), bool(shows))
+            for context, tokens, skip, surviving, changed, shows in zip(*[fields] * 6, strict=True)
+        ]
 
     def contexts(self) -> tuple[ContextMeta, ...]:
         return _CONTEXTS.validate_json(self.contexts_json)
@@ -89,7 +135,13 @@ class Finished:
 
     def dump(self) -> list[Any]:
         """Its fields in order, as JSON values."""
-        return [getattr(self, name) for name in self.__slots__]
+        values: list[Any] = [getattr(self, name) for name in self.__slots__]
+        return [*values[:-1], list(self.plain)]
+
+    @classmethod
+    def restored(cls, fields: Sequence[Any]) -> Finished:
+        """Inverse of `dump`."""
+        return cls(*fields[:-1], plain=tuple(fields[-1]))
 
 
 @dataclass(slots=True)
@@ -159,7 +211,7 @@ class Group:
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Group:
         """Inverse of `dump`."""
-        finished = [Finished(*each) for each in state["finished"]]
+        finished = [Finished.restored(each) for each in state["finished"]]
         fields: dict[str, Any] = {
             **state,
             "finished": {f.sequence: f for f in finished},
@@ -206,11 +258,15 @@ class Groups:
         group.members[fact.sequence] = fact.member
 
     def finished(
-        self, fact: SequenceFinished, masked: bool = False, penalties: Sequence[Penalty] = ()
+        self,
+        fact: SequenceFinished,
+        masked: bool = False,
+        penalties: Sequence[Penalty] = (),
+        fit: Fit = ANY,
     ) -> None:
         group = self._groups.get(fact.sample)
         if group is not None and fact.sequence in group.members and fact.sequence not in group.failed:
-            group.finished[fact.sequence] = Finished.of(fact, masked, penalties)
+            group.finished[fact.sequence] = Finished.of(fact, masked, penalties, fit)
 
     def failed(self, fact: SequenceFailed) -> None:
         group = self._groups.get(fact.sample)

@@ -88,21 +88,23 @@ NO_FACTORS = Factors(1.0, 1.0)
 
 
 def changes(
-    context: ContextMeta, penalties: Sequence[Penalty], factors: Factors = NO_FACTORS
+    context: ContextMeta, penalties: Sequence[Penalty], factors: Factors = NO_FACTORS, skip: int = 0
 ) -> list[Change]:
     """The flagged loss tokens of a context, ascending and disjoint, without those that only `monitor` flagged.
 
-    factors: the sequence's, of `factors_of`. A flag of a rule that `penalties` does not have counts for nothing.
+    factors: the sequence's, of `factors_of`. skip: tokens at its beginning that are left out; the one after them carries no loss
+    then. A flag of a rule that `penalties` does not have counts for nothing.
     """
     found: list[Change] = []
+    first = skip + 1 if skip else 0
     spans = iter(context.loss_spans)
     span = next(spans, None)
     for flag in context.flags:
         while span is not None and span.end <= flag.start:
             span = next(spans, None)
         while span is not None and span.start < flag.end:
-            start, end = max(span.start, flag.start), min(span.end, flag.end)
-            change = _composed(start, end, flag.rules, penalties, factors)
+            start, end = max(span.start, flag.start, first), min(span.end, flag.end)
+            change = _composed(start, end, flag.rules, penalties, factors) if start < end else None
             if change is not None:
                 found.append(change)
             if span.end > flag.end:
@@ -138,12 +140,14 @@ def _composed(
     return Change(start, end, multiply, add, keep, weighed) if counts else None
 
 
-def counts(context: ContextMeta, penalties: Sequence[Penalty]) -> Counts:
-    """What is left of a context's loss tokens."""
-    loss = context.loss_tokens()
+def counts(context: ContextMeta, penalties: Sequence[Penalty], skip: int | None = 0) -> Counts:
+    """What is left of a context's loss tokens. skip: tokens at its beginning that are left out; None: all of them."""
+    if skip is None:
+        return Counts(0, 0, 0)
+    loss = context.loss_tokens(skip)
     if not context.flags:
         return Counts(loss, 0, loss)
-    found = changes(context, penalties)
+    found = changes(context, penalties, skip=skip)
     surviving = loss - sum(c.end - c.start for c in found if not c.keep)
     flagged = sum(c.end - c.start for c in found if c.keep and c.weighed)
     return Counts(surviving, flagged, surviving - flagged)

@@ -4,7 +4,7 @@ Promises:
 - `sample.completed` is decided once every member has finished or failed, `sample.accepted` or `sample.rejected` once the
   group is graded and every finished member is scored by all of the source's teachers, `sample.shaped` on acceptance where
   the source's hooks need no more than events: each from the folded state and one event alone;
-- a group is accepted only if a plan can hold it (it has loss tokens, and no context over the token budget), its pass
+- a group is accepted only if a plan can hold it (it has loss tokens, and no context is too long for a micro-batch), its pass
   rate is between the source's limits, no other accepted group has its task (where duplicates are rejected), its advantages,
   before penalties, are not all zero (unless kept by configuration, or not known here) and it is fresh enough for the next
   batch;
@@ -90,11 +90,11 @@ def advantages(group: Group, source: Source) -> tuple[float, ...] | None:
 
 
 def judge(
-    group: Group, source: Source, step: int, token_budget: int, twin: bool = False
+    group: Group, source: Source, step: int, limit: int, twin: bool = False
 ) -> SampleAccepted | SampleRejected:
     """Whether the group, on its graded rewards, will be trained in batch `step` or later.
 
-    `token_budget`: tokens of one micro-batch, at most. `twin`: another accepted group, in no batch yet, has its task.
+    `limit`: tokens of the longest context that a micro-batch holds. `twin`: another accepted group, in no batch yet, has its task.
     """
     accept, rewards = source.accept, group.rewards
     rate = sum(reward >= accept.pass_reward for reward in rewards) / len(rewards) if rewards else None
@@ -122,7 +122,7 @@ def judge(
         return rejected("failed")
     if not group.loss_tokens():
         return rejected("no_loss")
-    if group.longest() > token_budget:
+    if group.longest() > limit:
         return rejected("overlong")
     if not accept.takes(rate):
         return rejected("pass_rate")

@@ -10,8 +10,9 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import orjson
 
 from pipeline.signal.groups import Finished, Group
 from pipeline.signal.hooks import Chain, Columns, Signal
+from pipeline.signal.overlong import ANY, Fit
 from pipeline.signal.sampling import ZERO, signal
 from schemas.envelope import Event
 from schemas.facts import (
@@ -45,13 +47,14 @@ COLUMN = "advantages"
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The facts of an accepted group. finished: in the order of `completed`."""
+    """The facts of an accepted group. finished: in the order of `completed`. fit: what becomes of its overlong contexts."""
 
     source: Source
     accepted: SampleAccepted
     completed: SampleCompleted
     graded: SampleGraded
     finished: tuple[SequenceFinished, ...]
+    fit: Fit = ANY
 
     def signal(self, columns: Sequence[Columns]) -> Signal:
         """What the chain begins with, as the sampler makes it; columns: of each member, by name. Raises ValueError where the
@@ -70,7 +73,7 @@ class Gathered:
         for i, fact in enumerate(self.finished):
             masked = self.source.effects.get(fact.termination) == "mask"
             group.members[fact.sequence] = i
-            group.finished[fact.sequence] = Finished.of(fact, masked, self.source.penalties)
+            group.finished[fact.sequence] = Finished.of(fact, masked, self.source.penalties, self.fit)
         return replace(signal(group, self.source), columns=tuple(columns))
 
 
@@ -88,12 +91,18 @@ def rejected(accepted: SampleAccepted, reason: str = "failed") -> SampleRejected
     )
 
 
-def loss_rows(contexts: Sequence[ContextMeta]) -> list[Span]:
-    """The rows of the payload that carry loss, in its order."""
+def loss_rows(
+    contexts: Sequence[ContextMeta], spilled: Mapping[int, Sequence[Span]] = MappingProxyType({})
+) -> list[Span]:
+    """The rows of the payload that carry loss, in its order. spilled: the spans of contexts that left them to the payload, by
+    index."""
+    for index, context in enumerate(contexts):
+        if context.spilled and index not in spilled:
+            raise ValueError(f"context {index} leaves its loss spans to the payload, which was not read")
     return [
-        Span(start=c.offset + span.start, end=c.offset + span.end)
-        for c in sorted(contexts, key=lambda c: c.offset)
-        for span in c.loss_spans
+        Span(start=context.offset + span.start, end=context.offset + span.end)
+        for index, context in sorted(enumerate(contexts), key=lambda each: each[1].offset)
+        for span in spilled.get(index, context.loss_spans)
     ]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
@@ -22,19 +25,35 @@ def ensure_bucket(config: StoreConfig) -> bool:
     are in neither file nor environment (an instance's role). Raises BadStore on a store that is not s3:// or a name that
     no bucket may have, StoreUnavailable naming the endpoint and the remedy.
     """
+    bucket = bucket_of(config)
+    if not config.credentials_file and not os.environ.get("AWS_ACCESS_KEY_ID"):
+        return False
+    with speaking(config, f"make bucket {bucket!r}", "its user may make buckets") as (client, _):
+        return _make(client, bucket)
+
+
+def bucket_of(config: StoreConfig) -> str:
+    """Name of the bucket of an s3:// store; raises BadStore."""
     url = urlsplit(config.url)
     if url.scheme != "s3" or not url.netloc:
         raise BadStore(f"store.url {config.url!r} names no bucket; use s3://bucket/prefix")
-    if not config.credentials_file and not os.environ.get("AWS_ACCESS_KEY_ID"):
-        return False
+    return url.netloc
+
+
+@contextmanager
+def speaking(config: StoreConfig, what: str, right: str) -> Generator[tuple[Minio, LastAnswer]]:
+    """A client of the store's server, and the last answer that it had. In it, errors become BadStore, or StoreUnavailable that says
+    `what` cannot be done, and what to check: the server, and the `right`."""
     endpoint = config.endpoint or f"https://s3.{config.region}.amazonaws.com"
-    remedy = f"check that {endpoint} is up and that its user may make buckets"
+    remedy = f"check that {endpoint} is up and that {right}"
     try:
-        return _make(_client(config, endpoint), url.netloc)
+        # Retries are few: a launcher waits, and a person before it.
+        pool = LastAnswer(
+            timeout=urllib3.Timeout(connect=5, read=30), retries=urllib3.Retry(2, backoff_factor=0.2)
+        )
+        yield _client(config, endpoint, pool), pool
     except S3Error as error:
-        raise StoreUnavailable(
-            config.url, f"cannot make bucket {url.netloc!r} ({error.code})", remedy
-        ) from error
+        raise StoreUnavailable(config.url, f"cannot {what} ({error.code})", remedy) from error
     except ValueError as error:
         raise BadStore(f"store.url {config.url!r}, store.endpoint {endpoint!r}: {error}") from error
     except urllib3.exceptions.HTTPError as error:
@@ -43,7 +62,17 @@ def ensure_bucket(config: StoreConfig) -> bool:
         ) from error
 
 
-def _client(config: StoreConfig, endpoint: str) -> Minio:
+class LastAnswer(urllib3.PoolManager):
+    """Keeps the last answer as the server gave it: the SDK drops what it does not know."""
+
+    answer: urllib3.BaseHTTPResponse | None = None
+
+    def urlopen(self, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
+        self.answer = super().urlopen(*args, **kwargs)
+        return self.answer
+
+
+def _client(config: StoreConfig, endpoint: str, pool: urllib3.PoolManager) -> Minio:
     keys = read_credentials(config) if config.credentials_file else (None, None)
     return Minio(
         urlsplit(endpoint).netloc,
@@ -52,9 +81,7 @@ def _client(config: StoreConfig, endpoint: str) -> Minio:
         credentials=None if keys[0] else EnvAWSProvider(),
         secure=urlsplit(endpoint).scheme == "https",
         region=config.region,
-        http_client=urllib3.PoolManager(
-            timeout=urllib3.Timeout(connect=5, read=30), retries=urllib3.Retry(2, backoff_factor=0.2)
-        ),
+        http_client=pool,
     )
 
 

@@ -6,7 +6,9 @@ Promises:
 - `get` of a `Ref` returns exactly the bytes that the `Ref` was made from, or raises;
 - transport errors are retried for `patience_s` seconds, then `StoreUnavailable` names the store and the remedy; nothing
   else is retried;
-- at most `concurrency` requests are in flight, each with a timeout.
+- at most `concurrency` requests are in flight, each with a timeout;
+- an object is written from the memory that it lies in, in however many pieces, by one PUT: nothing of it is copied, and nothing
+  is listed under its key until all of it is there, whatever dies meanwhile.
 """
 
 from __future__ import annotations
@@ -14,26 +16,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
-import orjson
 from obstore import exceptions as refused
 from obstore.store import LocalStore, MemoryStore, S3Store
-from pydantic import BaseModel, Field, ValidationError
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from pipeline.checksum import crc32c
+from pipeline.hosts.requests import Requests
 from pipeline.hosts.waits import Waits
 from pipeline.store.errors import BadStore, ObjectDamaged, ObjectExists, ObjectMissing, StoreUnavailable
-from pipeline.store.keys import BadKey, checked_key, checked_prefix
+from pipeline.store.keys import checked_key, checked_prefix
+from pipeline.store.opening import open_bucket, open_directory
+from pipeline.store.opening import read_credentials as read_credentials
 from pipeline.store.ranges import COALESCE_GAP, Range, coalesce
 from schemas.config import Store as StoreConfig
 from schemas.payload import Ref
@@ -49,11 +57,10 @@ MAX_OBJECT = 5 << 30
 """S3's limit on a single PUT, the only kind that is conditional everywhere."""
 LONG = 1 << 20
 """Bytes from which hashing or copying takes longer than a hop to a thread."""
+_COMPARED = 8 << 20
+"""Bytes of a stored object that are compared with ours at once."""
 _REMOVED_AT_ONCE = 1000
 """S3's limit on the keys of one DeleteObjects."""
-_TIMEOUT = timedelta(seconds=60)
-_CONNECT_TIMEOUT = timedelta(seconds=5)
-
 _Result = TypeVar("_Result")
 
 
@@ -74,18 +81,13 @@ class Counters:
             self.parent.count(read, written)
 
 
-class _Credentials(BaseModel):
-    access_key: str = Field(min_length=1)
-    secret_key: str = Field(min_length=1)
-
-
 class _Transport(Exception):
     """An attempt failed on the way; worth another."""
 
 
 class ObjectStore:
     """See the module. Made by `open` or `in_memory`; belongs to one event loop. `waits` measures how long requests take, with
-    their tries and for a slot, as `store`."""
+    their tries and for a slot, as `store`; `requests` counts them."""
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class ObjectStore:
         self.url = url
         self.counters = Counters()
         self.waits = Waits()
+        self.requests = Requests()
         self._client = client
         self._remedy = remedy
         self._patience_s = patience_s
@@ -118,11 +121,11 @@ class ObjectStore:
             raise BadStore("store.url may hold no credentials, query or fragment; use store.credentials_file")
         if url.scheme == "file" and url.netloc in ("", "localhost") and url.path.startswith("/"):
             client, remedy = (
-                _directory(Path(unquote(url.path)), config.url),
+                open_directory(Path(unquote(url.path)), config.url),
                 "check its disk space and permissions",
             )
         elif url.scheme == "s3" and url.netloc:
-            client = _bucket(config, url.netloc, url.path.strip("/"))
+            client = open_bucket(config, url.netloc, url.path.strip("/"))
             remedy = f"check that {config.endpoint or 'the provider'} is up, the bucket exists and store.credentials_file is right"
         else:
             raise BadStore(
@@ -145,34 +148,40 @@ class ObjectStore:
     async def create(self, key: str, data: bytes | memoryview) -> Ref:
         """Writes the object once. Raises ObjectExists if the key holds other bytes than a lost answer of ours left,
         ValueError over 5 GiB, BadKey, StoreUnavailable."""
-        checked_key(key)
         data = memoryview(data).cast("B")
-        size = len(data)
+        size = await self.put(key, [data])
+        return Ref(key=key, bytes=size, crc32c=await off_loop(size, crc32c, data))
+
+    async def put(self, key: str, pieces: Sequence[memoryview]) -> int:
+        """`create` of an object that lies in pieces, none of which is copied or may change meanwhile; its size in bytes."""
+        checked_key(key)
+        size = sum(len(piece) for piece in pieces)
         if size > MAX_OBJECT:
             raise ValueError(f"object {key} is {size} bytes, limit {MAX_OBJECT} (one S3 PUT); split it")
-        ref = Ref(key=key, bytes=size, crc32c=await off_loop(size, crc32c, data))
+        body = [piece for piece in pieces if len(piece)] or b""
         attempts = itertools.count()
 
         async def put() -> None:
             again = next(attempts) > 0
             try:
-                await obstore.put_async(self._client, key, data, mode="create")
+                await obstore.put_async(self._client, key, body, mode="create")
             except refused.AlreadyExistsError as taken:
                 found = await self._head(key)
                 if found is None:
                     # S3's 409: another conditional PUT was under way and did not succeed. The key is still free.
                     raise _Transport(str(taken)) from taken
                 # Our own earlier PUT may have arrived although its answer did not.
-                if not (again and found == size and await self._holds(key, data)):
+                if not (again and found == size and await self._holds(key, pieces, size)):
                     raise ObjectExists(key, self.url) from None
             except FileNotFoundError as missing:
                 raise StoreUnavailable(
                     self.url, "the bucket or directory does not exist", self._remedy
                 ) from missing
 
-        await self._persist(put)
+        await self._persist("put", put)
         self.counters.count(written=size)
-        return ref
+        self.requests.bytes["put"] += size
+        return size
 
     async def get(self, what: str | Ref) -> bytes:
         """The whole object, given a `Ref` verified. Raises ObjectMissing, ObjectDamaged, BadKey, StoreUnavailable."""
@@ -207,20 +216,25 @@ class ObjectStore:
     async def size(self, key: str) -> int | None:
         """Bytes of the object, None if there is none. Raises BadKey, StoreUnavailable."""
         checked_key(key)
-        return await self._persist(lambda: self._head(key))
+        return await self._persist("head", lambda: self._head(key))
 
     async def list(self, prefix: str = "") -> AsyncIterator[tuple[str, int]]:
         """(key, bytes) of every object under the prefix, a whole number of components; in no given order."""
+        async for key, size, _ in self.list_dated(prefix):
+            yield key, size
+
+    async def list_dated(self, prefix: str = "") -> AsyncIterator[tuple[str, int, datetime]]:
+        """`list` with the time at which the store has each object from."""
         under = checked_prefix(prefix) or None
 
         async def collect() -> Sequence[ObjectMeta]:
             # Whole, because a listing that broke in the middle cannot be resumed: it would end early without a word.
             return await obstore.list(self._client, prefix=under).collect_async()  # pyright: ignore[reportUnknownMemberType]  # its Arrow overloads are untyped
 
-        found = await self._persist(collect)
+        found = await self._persist("list", collect)
         self.counters.count()
         for meta in found:
-            yield meta["path"], meta["size"]
+            yield meta["path"], meta["size"], meta["last_modified"]
 
     async def copy(self, key: str, to: str) -> None:
         """Makes the object one of `to` too, in the store itself: no byte of it passes here. What stands there already must be the
@@ -234,7 +248,7 @@ class ObjectStore:
             except FileNotFoundError:
                 raise ObjectMissing(key, self.url) from None
 
-        await self._persist(copy)
+        await self._persist("copy", copy)
         self.counters.count()
 
     async def remove(self, keys: Sequence[str]) -> None:
@@ -254,7 +268,7 @@ class ObjectStore:
                         with contextlib.suppress(FileNotFoundError):
                             await obstore.delete_async(self._client, key)
 
-            await self._persist(delete)
+            await self._persist("delete", delete)
             self.counters.count()
 
     async def _head(self, key: str) -> int | None:
@@ -277,23 +291,27 @@ class ObjectStore:
 
     async def _part(self, key: str, start: int, end: int, size: int | None) -> memoryview:
         if end - start <= PART:
-            return await self._persist(lambda: self._range(key, start, end, size))
+            return await self._persist("get", lambda: self._range(key, start, end, size))
         whole = memoryview(bytearray(end - start))
 
         async def fill(first: int) -> None:
             last = min(first + PART, end)
             whole[first - start : last - start] = await self._persist(
-                lambda: self._range(key, first, last, size)
+                "get", lambda: self._range(key, first, last, size)
             )
 
         await asyncio.gather(*[fill(first) for first in range(start, end, PART)])
         return whole.toreadonly()
 
-    async def _holds(self, key: str, data: memoryview) -> bool:
-        size = len(data)
-        body = await self._range(key, 0, size, size) if size else memoryview(b"")
-        # Not memoryview's own ==, which compares byte by byte.
-        return await off_loop(size, np.array_equal, np.asarray(body), np.asarray(data))
+    async def _holds(self, key: str, pieces: Sequence[memoryview], size: int) -> bool:
+        ours = theirs = 0
+        for piece in pieces:
+            ours = await off_loop(len(piece), crc32c, piece, ours)
+        # Piece by piece, so that no second copy of the object is in memory.
+        for first in range(0, size, _COMPARED):
+            body = await self._range(key, first, min(first + _COMPARED, size), size)
+            theirs = await off_loop(len(body), crc32c, body, theirs)
+        return theirs == ours
 
     async def _range(self, key: str, start: int, end: int, size: int | None) -> memoryview:
         try:
@@ -315,10 +333,14 @@ class ObjectStore:
         if len(body) != end - start:
             raise _Transport(f"{len(body)} of {end - start} bytes arrived of {key}")
         self.counters.count(read=len(body))
+        self.requests.bytes["get"] += len(body)
         return body
 
-    async def _persist(self, attempt: Callable[[], Awaitable[_Result]]) -> _Result:
+    async def _persist(self, operation: str, attempt: Callable[[], Awaitable[_Result]]) -> _Result:
         """Runs the attempt in a slot, again on transport errors, until the patience is spent."""
+
+        def retried(_: RetryCallState) -> None:
+            self.requests.retries[operation] += 1
 
         async def once() -> _Result:
             async with self._slots:
@@ -335,15 +357,16 @@ class ObjectStore:
             retry=retry_if_exception_type(_Transport),
             stop=stop_after_delay(self._patience_s),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
+            before_sleep=retried,
             reraise=True,
         )
-        try:
-            with self.waits.waiting("store"):
+        with self.requests.during(operation), self.waits.waiting("store"):
+            try:
                 return await retrying(once)
-        except _Transport as error:
-            raise StoreUnavailable(
-                self.url, f"no success in {self._patience_s:g} s ({_brief(error)})", self._remedy
-            ) from error
+            except _Transport as error:
+                raise StoreUnavailable(
+                    self.url, f"no success in {self._patience_s:g} s ({_brief(error)})", self._remedy
+                ) from error
 
 
 async def off_loop(size: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -354,62 +377,3 @@ async def off_loop(size: int, work: Callable[..., _Result], *arguments: Any) -> 
 def _brief(error: Exception) -> str:
     """An obstore message without its debug dump and response body."""
     return " ".join(str(error).split("Debug source")[0].split("<?xml")[0].split())[:300]
-
-
-def _directory(path: Path, url: str) -> LocalStore:
-    remedy = f"make {path} a directory that this user can write, or set store.url"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreUnavailable(url, f"cannot make the directory ({error.strerror})", remedy) from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise StoreUnavailable(url, "the directory is not writable", remedy)
-    return LocalStore(path)
-
-
-def _bucket(config: StoreConfig, bucket: str, prefix: str) -> S3Store:
-    if config.endpoint and urlsplit(config.endpoint).scheme not in ("http", "https"):
-        raise BadStore(f"store.endpoint {config.endpoint!r} is not http(s)://host:port")
-    try:
-        under = checked_prefix(prefix) or None
-    except BadKey as error:
-        raise BadStore(f"store.url {config.url!r}: its prefix cannot be used: {error}") from error
-    options: dict[str, Any] = {"region": config.region}
-    if config.endpoint:
-        options["endpoint"] = config.endpoint
-    if config.credentials_file:
-        access, secret = read_credentials(config)
-        options |= {"access_key_id": access, "secret_access_key": secret}
-    return S3Store(
-        bucket,
-        prefix=under,
-        client_options={
-            "allow_http": config.endpoint.startswith("http://"),
-            "connect_timeout": _CONNECT_TIMEOUT,
-            "timeout": _TIMEOUT,
-        },
-        # Retries are ours: a repeated conditional PUT must know that it is one.
-        retry_config={"max_retries": 0, "retry_timeout": _TIMEOUT},
-        **options,
-    )
-
-
-def read_credentials(config: StoreConfig) -> tuple[str, str]:
-    """(access key, secret key) of the credentials file; raises StoreUnavailable that names the file, never its content."""
-    path = Path(config.credentials_file)
-    remedy = f'write {path} as {{"access_key": "...", "secret_key": "..."}}'
-    try:
-        content = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise StoreUnavailable(
-            config.url, f"cannot read store.credentials_file {path} ({error.strerror})", remedy
-        ) from None
-    except orjson.JSONDecodeError:
-        raise StoreUnavailable(config.url, f"store.credentials_file {path} is not JSON", remedy) from None
-    try:
-        keys = _Credentials.model_validate(content)
-    except ValidationError:
-        raise StoreUnavailable(
-            config.url, f"store.credentials_file {path} lacks access_key or secret_key", remedy
-        ) from None
-    return keys.access_key, keys.secret_key

@@ -15,6 +15,8 @@ from pipeline.capture.renderers.choose import load_renderer
 from pipeline.capture.rules import load_rules, pool_rules
 from pipeline.capture.secret import load_run_key
 from pipeline.capture.server import Capture
+from pipeline.capture.showing import load_showing
+from pipeline.capture.uploads import Uploads
 from pipeline.engines.client import open_engine
 from pipeline.engines.policies import policy_dir
 from pipeline.hosts.engine import MeasuredEngine
@@ -37,9 +39,10 @@ async def serve(ctx: Context) -> None:
     settings = config.agent_loop
     run_key = load_run_key(settings.run_key_file)
     given = config.engine
-    renderer = load_renderer(
-        policy_dir(given.policy), given.renderer, given.tool_parser, given.reasoning_parser
-    )
+    policy = policy_dir(given.policy)
+    renderer = load_renderer(policy, given.renderer, given.tool_parser, given.reasoning_parser)
+    uploads = Uploads(ctx.store, ctx.run)
+    showing = load_showing(policy, renderer, given.vision, uploads.see)
     rules = {pool.name: load_rules(pool_rules(pool)) for pool in config.pools}
     judges = {source.name: judge_of(source.penalties) for source in config.sources}
     name = f"al-{ctx.index}-{secrets.token_hex(4)}"
@@ -52,7 +55,7 @@ async def serve(ctx: Context) -> None:
         held.callback(journal.close)
     recovery = Recovery(settings.journal_dir) if settings.journal_dir else None
     engine = MeasuredEngine(open_engine(config.engine, token, settings.trial_budget_s), ctx.measures.waits)
-    capture = Capture(run_key, renderer, engine, config.engine.max_context)
+    capture = Capture(run_key, renderer, engine, config.engine.max_context, showing=showing)
     runner = capture.runner(SHUTDOWN_S)
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -60,7 +63,7 @@ async def serve(ctx: Context) -> None:
         listening = _listen(settings.bind)
         await web.SockSite(runner, listening).start()
         base_url = _base_url(settings.advertise or settings.bind, listening)
-        sequences = Sequences(ctx, name, base_url, capture, engine, rules, journal, recovery, judges)
+        sequences = Sequences(ctx, name, base_url, capture, engine, uploads, rules, journal, recovery, judges)
         work = await ctx.log.work(
             WORK,
             SequenceDispatched.type,
@@ -90,6 +93,7 @@ async def serve(ctx: Context) -> None:
         held.close()
         await runner.cleanup()
         await engine.close()
+        await uploads.close()
 
 
 def _journal(directory: str, name: str) -> HostJournal | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from pipeline.capture.export import Export
+from pipeline.capture.routing import Column, by_stage
+from pipeline.capture.spilling import fitting
+from pipeline.capture.uploads import Uploads
 from pipeline.store import ObjectDamaged, ObjectExists, ObjectMissing, StoreUnavailable
 from pipeline.store.keys import payload_key
-from pipeline.store.payload import encode_payload, read_header, write_payload
+from pipeline.store.payload import describe_payload, read_header, write_payload
 from schemas.envelope import BodyTooLarge, Event
 from schemas.facts import Failure, SequenceDispatched, SequenceFailed, SequenceFinished, SequenceOpened
 from schemas.names import attempt_id
@@ -16,8 +19,9 @@ from services.process import Context
 
 
 class Ending:
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, uploads: Uploads) -> None:
         self._ctx = ctx
+        self._uploads = uploads
 
     async def finish(
         self, opened: Event, reward: float, termination: str, turns: int, exported: Export
@@ -25,7 +29,7 @@ class Ending:
         """Publishes `sequence.finished` of the attempt that `opened` began; why not, if the world did not let it."""
         fact = opened.fact
         assert isinstance(fact, SequenceOpened)
-        payload = await self._write(fact.source, fact.id(), exported)
+        payload = await self._stored(exported) or await self._write(fact.source, fact.id(), exported)
         if isinstance(payload, Failure):
             return payload
         finished = SequenceFinished(
@@ -40,7 +44,7 @@ class Ending:
             payload=payload,
         )
         try:
-            await self._ctx.log.publish(finished, opened)
+            await self._ctx.log.publish(fitting(finished), opened)
         except BodyTooLarge as error:
             return Failure(kind="infra", reason="event_too_large", detail=str(error)[:2000])
         return None
@@ -75,7 +79,7 @@ class Ending:
         if exported is not None and payload is not None:
             kept = failed.model_copy(update={"contexts": exported.contexts, "payload": payload})
             try:
-                await self._ctx.log.publish(kept, cause)
+                await self._ctx.log.publish(fitting(kept), cause)
             except BodyTooLarge as error:
                 self._ctx.logger.warning(
                     "%s; the payload is at %s", error, payload.key, extra={"sequence": fact.sequence}
@@ -84,25 +88,41 @@ class Ending:
                 return
         await self._ctx.log.publish(failed, cause)
 
-    async def _write(self, source: str, attempt: str, exported: Export) -> PayloadHeader | Failure:
-        key = payload_key(self._ctx.run, source, attempt)
+    async def _stored(self, exported: Export) -> Failure | None:
+        """None once the images that the contexts show are in the store."""
+        shown = {image.digest for context in exported.contexts for image in context.images}
         try:
-            return await write_payload(self._ctx.store, key, exported.columns)
+            await self._uploads.settle(shown)
+        except StoreUnavailable as error:
+            return Failure(kind="infra", reason="store_unavailable", detail=str(error)[:2000])
+        except ObjectMissing as error:
+            # A journal has turns, and no bytes of images: they died with their host.
+            return Failure(kind="infra", reason="image_missing", detail=str(error)[:2000])
+        return None
+
+    async def _write(self, source: str, attempt: str, exported: Export) -> PayloadHeader | Failure:
+        key, batch = payload_key(self._ctx.run, source, attempt), self._ctx.config.batch
+        try:
+            columns = by_stage(exported.pieces, batch.pp, batch.pp_layers)
+        except ValueError as error:
+            return Failure(kind="infra", reason="routing_layers", detail=str(error)[:2000])
+        try:
+            return await write_payload(self._ctx.store, key, columns)
         except StoreUnavailable as error:
             return Failure(kind="infra", reason="store_unavailable", detail=str(error)[:2000])
         except ObjectExists as error:
             exists = str(error)
         try:
             # Its host wrote it, and died or was refused before it could say so.
-            written = await self._written(key, exported)
+            written = await self._written(key, columns)
         except (StoreUnavailable, ObjectMissing, ObjectDamaged) as error:
             return Failure(kind="infra", reason="store_unavailable", detail=str(error)[:2000])
         return written or Failure(kind="infra", reason="payload_exists", detail=exists[:2000])
 
-    async def _written(self, key: str, exported: Export) -> PayloadHeader | None:
+    async def _written(self, key: str, columns: dict[str, list[Column]]) -> PayloadHeader | None:
         """The header of the object that is there, if its columns are these."""
         found = await read_header(self._ctx.store, key)
-        _, ours = await asyncio.to_thread(encode_payload, key, exported.columns)
+        ours = await asyncio.to_thread(describe_payload, key, columns)
         return found if _content(found) == _content(ours) else None
 
 

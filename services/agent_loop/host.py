@@ -8,7 +8,7 @@ Promises:
 - no attempt is opened while the engine is away: it waits, however long that takes, and no attempt is counted;
 - an infra failure is a new attempt, up to `agent_loop.max_attempts`, then `sequence.failed`; it is never a reward. Attempts
   are counted in the log: a delivery that came to none (the broker restarted, its host was told to stop) uses up none;
-- the payload is in the store before `sequence.finished` is in the log, and the dispatch is acknowledged after both;
+- the payload, and the images that it shows, are in the store before `sequence.finished` is in the log, and the dispatch is acknowledged after both;
 - an attempt whose host died is finished from its journal when its verdict stands; a sequence that fails keeps the tokens
   of its last attempt.
 """
@@ -30,6 +30,7 @@ from pipeline.capture.recovery import Recovered, Recovery
 from pipeline.capture.rules import Rules
 from pipeline.capture.server import Capture
 from pipeline.capture.session import Session
+from pipeline.capture.uploads import Uploads
 from pipeline.engines.base import Engine
 from pipeline.log import Delivery
 from pipeline.signal.rules import NO_RULES, Judge
@@ -100,6 +101,7 @@ class Host:
         base_url: str,
         capture: Capture,
         engine: Engine,
+        uploads: Uploads,
         rules: Mapping[str, Rules] | None = None,
         journal: HostJournal | None = None,
         recovery: Recovery | None = None,
@@ -115,7 +117,7 @@ class Host:
         self._journal = journal
         self._recovery = recovery
         self._judges = judges or {}
-        self._ending = Ending(ctx)
+        self._ending = Ending(ctx, uploads)
         self._verdicts = Verdicts()
         self._readiness = Readiness(engine, ctx.logger)
         # A dead host's journal may take seconds to read, and threads are few: one of them, not one a tenant.

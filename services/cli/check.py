@@ -22,9 +22,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
+from pipeline.batch.arranging import budget_fault
 from pipeline.capture.rules import LABELS, UnknownRules, load_rules
 from pipeline.config import ConfigError, Override, load, place
 from pipeline.engines.policies import BESIDE_WEIGHTS, PolicyMissing, policy_dir
+from pipeline.feed.memory import too_small
 from pipeline.graders import base as graders
 from pipeline.harnesses import base as harnesses
 from pipeline.harnesses.endings import refused_effects
@@ -94,6 +96,15 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
         if teacher.kind == "tiny":
             need((*at, "policy"), check_tiny, teacher, engine, Path(config.directory))
     need(("store", "url"), _check_store, config.store)
+    if (problem := too_small(config.batch, config.packer)) is not None:
+        found.append((("packer", "memory_bytes"), problem))
+    if config.retention.expire_days and not config.store.url.startswith("s3://"):
+        found.append(
+            (
+                ("retention", "expire_days"),
+                "only a bucket expires objects by itself: set store.url to s3://bucket/prefix, or expire_days to 0",
+            )
+        )
     if config.trainer.rendezvous:
         need(("trainer", "rendezvous"), host_and_port, config.trainer.rendezvous, "trainer.rendezvous")
     for i, pool in enumerate(config.pools):
@@ -146,6 +157,8 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
             need(judge, _check_grader, source.grader)
         else:
             asked.append((judge, Asked("grader", source.grader.kind, source.grader.options)))
+    if wrong := budget_fault(config.batch, config.engine.max_context):
+        found.append((("batch", "token_budget"), wrong))
     told = check_hooks(config)
     found, asked, fit = found + told.found, asked + told.asked, fit + told.fit
     wrong_penalties, asked_rules = check_penalties(config)

@@ -3,7 +3,7 @@
 `runs/<run>/run.json` names the log that the objects beside it belong to, by the id of its `run.started`.
 
 Promises:
-- a bucket that does not exist is made; a store that cannot be written, or that lets a second writer replace an object,
+- a bucket that does not exist is made, and expires the run's payloads if the configuration asks for that; a store that cannot be written, or that lets a second writer replace an object,
   is refused before a service starts;
 - a run whose place holds the objects of another log is refused: two runs of one name in two brokers are never mixed;
 - a run that goes on finds the objects that it left, or is refused.
@@ -17,14 +17,10 @@ import orjson
 
 from pipeline.store import ObjectExists, ObjectMissing, ObjectStore
 from schemas.config import RunConfig
-from schemas.keys import run_prefix
+from schemas.keys import claim_key
 from services.cli.embedded import LaunchError
 
 _PATIENCE_S = 10.0
-
-
-def claim_key(run: str) -> str:
-    return f"{run_prefix(run)}/run.json"
 
 
 async def open_place(config: RunConfig, resumed: bool) -> ObjectStore:
@@ -34,6 +30,10 @@ async def open_place(config: RunConfig, resumed: bool) -> ObjectStore:
         from pipeline.store.bucket import ensure_bucket
 
         await asyncio.to_thread(ensure_bucket, config.store)
+        if config.retention.expire_days:
+            from pipeline.store.expiry import set_expiry
+
+            await asyncio.to_thread(set_expiry, config.store, config.run, config.retention.expire_days)
     if not resumed and await store.size(claim_key(config.run)) is not None:
         raise _taken(config)
     return store

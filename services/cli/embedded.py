@@ -25,7 +25,7 @@ from services.cli.supervise import Member
 
 LOOPBACK = "127.0.0.1"
 _SOCKET_PATH_BYTES = 107
-_LONGEST_SOCKET_NAME = "/packer-4095.sock"
+_LONGEST_SOCKET_NAME = "/packer-4294967295.sock"
 
 
 class LaunchError(RuntimeError):

@@ -12,14 +12,23 @@ from typing import Any
 from pipeline.log import Log
 from pipeline.log.tasks import end_tasks
 from schemas.envelope import Event
-from schemas.facts import ALL, FACTS, BatchYielded, Fact, RunStopped, SampleGraded, SampleShaped
+from schemas.facts import (
+    ALL,
+    FACTS,
+    BatchReplanned,
+    BatchYielded,
+    Fact,
+    RunStopped,
+    SampleGraded,
+    SampleShaped,
+)
 from schemas.names import checked_name
 from services.cli.embedded import BadInput
 from services.cli.reach import find_run, open_log
 
 _TAIL = 10
 _QUIET_S = 5.0
-_QUIET = ("revision", "by", "attempts", "seconds", "cost")
+_QUIET = ("revision", "by", "attempts", "seconds", "cost", "column")
 """Values that a line leaves out where they are what they are by default."""
 _IDS = ("source", "sample", "sequence", "run")
 
@@ -188,6 +197,8 @@ def _told(fact: Fact) -> dict[str, Any]:
             body["sidecars"] = sum(sidecar is not None for sidecar in sidecars)
         case BatchYielded(factors=factors) if factors:
             body |= factors.model_dump()
+        case BatchReplanned(without=without):
+            body |= {"without": len(without), "newest": without[-1]}
         case _:
             pass
     return body

@@ -18,11 +18,13 @@ from rich.text import Text
 
 from schemas.envelope import Event
 from schemas.facts import (
+    BatchReplanned,
     BatchYielded,
     LimitChanged,
     PolicyPublished,
     RunStarted,
     SampleCompleted,
+    SequenceQuarantined,
     StepTrained,
 )
 from services.cli.limit import told
@@ -130,6 +132,10 @@ def event_line(view: View, event: Event) -> str | None:
                 for name, share in fact.sources.items()
             )
             return f"step {fact.step}: batch yielded ({shares}){weighed}"
+        case SequenceQuarantined() as fact:
+            return f"step {fact.step}: an object of {fact.sequence} is {fact.reason}: {fact.key}"
+        case BatchReplanned() as fact:
+            return f"step {fact.step}: batch without {counted(len(fact.without), 'sequence')}: {fact.without[-1]} is left out too"
         case StepTrained() as fact:
             return f"step {fact.step}: trained in {fact.seconds:.1f} s, loss {fact.loss:.4f}, kl {fact.kl:.4f}, {fact.loss_tokens} loss tokens"
         case PolicyPublished() as fact:
@@ -160,6 +166,7 @@ def _place(source: SourceView) -> str:
         *([f"{reasons(rejected)} rejected"] if rejected else []),
         *([counted(source.infra_failures, "failed attempt")] if source.infra_failures else []),
         *([f"{counted(source.failed, 'sequence')} failed"] if source.failed else []),
+        *([f"{counted(source.quarantined, 'sequence')} quarantined"] if source.quarantined else []),
         *missed(source),
     ]
     told = f" ({'; '.join(wrong)})" if wrong else ""
@@ -190,6 +197,8 @@ def render(view: View, restarts: Counter[str], now: datetime) -> RenderableType:
     parts = [head, sources_table(view), steps_table(view), Text(f"restarts: {restarted}", style="dim")]
     if wanting := [f"{s.name} {', '.join(missed(s))}" for s in view.sources.values() if missed(s)]:
         parts.append(Text(f"graders and teachers: {'; '.join(wanting)}", style="dim"))
+    if quarantined := [f"{s.name} {s.quarantined}" for s in view.sources.values() if s.quarantined]:
+        parts.append(Text(f"sequences quarantined: {', '.join(quarantined)}", style="red"))
     if view.limits:
         limits = ", ".join(
             f"{of} {name} {told(fact.concurrency)}" for (of, name), fact in view.limits.items()

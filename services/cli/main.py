@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.cli import dlq_commands, replay_commands, runs_commands, scaffolds, schema_commands
+from services.cli import (
+    dlq_commands,
+    gc_commands,
+    replay_commands,
+    runs_commands,
+    scaffolds,
+    schema_commands,
+    store_commands,
+)
 from services.cli.options import (
     DEFAULT_DIRECTORY,
     ConfigArgument,
@@ -63,6 +71,8 @@ app.add_typer(runs_commands.app, name="runs")
 app.add_typer(runs_commands.archive_app)
 app.add_typer(replay_commands.app)
 app.add_typer(dlq_commands.app, name="dlq")
+app.add_typer(gc_commands.app)
+app.add_typer(store_commands.app, name="store")
 app.add_typer(scaffolds.app, name="scaffolds")
 
 
@@ -199,7 +209,7 @@ def service(
     name: Annotated[
         str,
         typer.Argument(
-            help="dispatcher, agent-loop, harness, grader, teacher, sampler, hook, packer, trainer or engine."
+            help="dispatcher, agent-loop, harness, grader, teacher, sampler, hook, packer, trainer, engine or collector."
         ),
     ],
     config: Annotated[Path, typer.Option(help="The run's config.toml.")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.capture.tokenizer import PolicyTokenizer
-from pipeline.store import ObjectStore
+from pipeline.log import BrokerUnavailable
+from pipeline.store import ObjectMissing, ObjectStore
 from pipeline.store.keys import checked_key
-from pipeline.store.payload import read_columns, read_header
+from pipeline.store.payload import read_columns, read_header, values
 from schemas.config import RunConfig
 from schemas.facts import SequenceFinished
 from schemas.keys import sidecar_key
 from schemas.names import sample_index, sequence_id
 from schemas.payload import ROLES, PayloadHeader
 from services.cli.embedded import BadInput, LaunchError
+from services.cli.gc import fate
 from services.cli.policy import policy_directory
 from services.cli.reach import find_run, open_log
 from services.cli.stored import kind, read_text, sidecar
@@ -43,6 +46,19 @@ def show(what: str, config: Path | None, directory: Path, run: str | None, conso
     found = find_run(config, directory, run)
     store = ObjectStore.open(found.store)
     key = what if sequence is None else asyncio.run(_payload_key(found, *sequence))
+    try:
+        _show(key, found, store, console)
+    except ObjectMissing as missing:
+        why = ""
+        # Without the log nobody can tell why, and the object is missing all the same.
+        with suppress(BrokerUnavailable, LaunchError):
+            why = asyncio.run(fate(found, missing.key))
+        if not why:
+            raise
+        raise LaunchError(f"no object {missing.key} in {store.url}: {why}") from missing
+
+
+def _show(key: str, found: RunConfig, store: ObjectStore, console: Console) -> None:
     if (other := kind(key)) is not None:
         size, shown = asyncio.run(read_text(store, key, other))
         _tell(console, f"{key}, {size} bytes: {other.told}; no payload")
@@ -99,12 +115,12 @@ def _tell(console: Console, line: str | Text) -> None:
 def _show_sidecar(store: ObjectStore, key: str, payload: str, name: str, console: Console) -> None:
     async def fetch() -> tuple[PayloadHeader, Columns, Columns]:
         header = await read_header(store, key)
-        own = await read_columns(store, header, [column.name for column in header.columns])
+        own = await read_columns(store, header, [column.name for column in values(header)])
         return header, own, (await _read(store, payload))[1]
 
     header, own, columns = asyncio.run(fetch())
     tokens = int(columns["loss_mask"].sum())
-    if rows := [f"{column.name} {column.shape[0]}" for column in header.columns if column.shape[0] != tokens]:
+    if rows := [f"{column.name} {column.shape[0]}" for column in values(header) if column.shape[0] != tokens]:
         raise LaunchError(f"{key} has rows {', '.join(rows)}; its payload {payload} has {tokens} loss tokens")
     told = f"{name} of {payload}, a row for each of its {tokens} loss tokens"
     _tell(console, f"{key}, {header.bytes} bytes: {told}")

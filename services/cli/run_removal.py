@@ -102,6 +102,11 @@ async def _remove(directory: Path, home: Path, run: str, given: Broker | None, a
             await store.remove([key for key in found.objects if key == claim_key(run)])
             await store.remove([key for key in found.objects if key != claim_key(run)])
             _sweep(store.url, run)
+        record = place.record
+        if record is not None and record.retention.expire_days and record.store.url.startswith("s3://"):
+            from pipeline.store.expiry import set_expiry
+
+            await asyncio.to_thread(set_expiry, record.store, run, 0)
         for stream in (f"KV_{log.stream}", log.stream):
             await log.patiently(lambda stream=stream: _delete(log, stream), f"removal of {stream}")
     for path in found.files:

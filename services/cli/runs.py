@@ -221,12 +221,16 @@ def unit_arguments(config: RunConfig) -> list[tuple[str, list[tuple[str, list[st
         units.append(single("hook"))
     if any(source.teachers for source in config.sources):
         units.append(single("teacher"))
+    if config.retention.removes:
+        units.append(single("collector"))
     for host in host_places(config):
         pool = ["--pool", host.pool] if host.pool else []
         units.append((host.name, [(host.name, [host.service, *pool, "--index", str(host.index)])]))
-    for index in range(config.batch.dp):
-        member = indexed("packer", index)
+    sizes = config.batch.sizes
+    for number in range(sizes.packers):
+        member = indexed("packer", number)
         units.append((member[0], [member]))
-    # The ranks of the trainer are a gang: a collective cannot go on without one of them.
-    units.append(("trainer", [indexed("trainer", rank) for rank in range(config.batch.dp)]))
+    if config.trainer.kind == "reference":
+        # The ranks of the trainer are a gang: a collective cannot go on without one of them.
+        units.append(("trainer", [indexed("trainer", rank) for rank in range(sizes.ranks)]))
     return units

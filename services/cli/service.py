@@ -63,7 +63,14 @@ def check_place(config: RunConfig, name: str, index: int, pool: str) -> None:
         raise BadInput(f"--pool {pool} is for service harness only, not for {name}")
     elif name == "agent-loop":
         count, key = config.agent_loop.hosts, f"agent_loop.hosts = {config.agent_loop.hosts}"
+    elif name == "trainer" and config.trainer.kind == "external":
+        raise BadInput(
+            "trainer.kind is external: the run's trainer is yours, and takes its windows from the packers"
+        )
     elif name in ("packer", "trainer"):
-        count, key = config.batch.dp, f"batch.dp = {config.batch.dp}"
+        sizes = config.batch.sizes
+        count = sizes.packers if name == "packer" else sizes.ranks
+        over = ("dp", "cp", "pp") if name == "packer" else ("dp", "cp", "tp", "pp")
+        key = f"batch.{' * '.join(over)} = {count}"
     if index >= count:
         raise BadInput(f"service {name} --index {index} is out of range: {key}; use 0 to {count - 1}")

@@ -27,6 +27,7 @@ from pipeline.signal.chunks import chunks, rows_of
 from pipeline.store import ObjectDamaged, ObjectExists, ObjectMissing
 from pipeline.store.outage import outlasting
 from pipeline.store.payload import read_columns, write_sidecar
+from pipeline.store.spilled import spilled_spans
 from schemas.config import Teacher
 from schemas.facts import SequenceFinished, SequenceScored
 from schemas.keys import sidecar_key
@@ -138,18 +139,24 @@ class Desk:
     async def _scored(self, fact: SequenceFinished) -> PayloadHeader:
         """The sidecar of the sequence, written; one without rows where nothing carries loss."""
         teacher, store = self._teacher, self._ctx.store
-        contexts = sorted((c for c in fact.contexts if c.loss_spans), key=lambda c: c.offset)
-        spans = [Span(start=c.offset, end=c.offset + c.loss_spans[-1].end) for c in contexts]
+        spilled = await outlasting(
+            lambda: spilled_spans(store, fact.payload, fact.contexts), self._ctx.logger
+        )
+        every = [
+            (context.offset, spilled.get(c, context.loss_spans)) for c, context in enumerate(fact.contexts)
+        ]
+        contexts = sorted(((offset, loss) for offset, loss in every if loss), key=lambda each: each[0])
+        spans = [Span(start=offset, end=offset + loss[-1].end) for offset, loss in contexts]
         read = await outlasting(
             lambda: read_columns(store, fact.payload, ["tokens"], spans), self._ctx.logger
         )
         parts: list[Scores] = []
         at = 0
-        for number, (context, span) in enumerate(zip(contexts, spans, strict=True)):
+        for number, ((_, loss), span) in enumerate(zip(contexts, spans, strict=True)):
             row = read["tokens"][at : at + span.end - span.start]
             at += len(row)
             # A server is sent less than it takes, as it samples a token after them.
-            for chunk in chunks(rows_of(context.loss_spans), teacher.max_context - 1, teacher.overlap):
+            for chunk in chunks(rows_of(loss), teacher.max_context - 1, teacher.overlap):
                 if chunk.rows[0] == 0:
                     raise Unscorable(
                         f"context {number}: its first token carries loss, and nothing is before it"

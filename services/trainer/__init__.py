@@ -1,4 +1,4 @@
-"""The reference trainer: one process per data-parallel rank, gloo on CPU. Its purpose is proof, not speed."""
+"""The reference trainer: one process a rank of dp x cp x tp, gloo on CPU. Its purpose is proof, not speed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ async def serve(ctx: Context) -> None:
     """Runs rank `ctx.index` until the run stops or it is told to; raises what the rank raises."""
     import torch
 
-    from pipeline.feed.feed import Feed, FeedStopped
-    from pipeline.feed.wire import socket_path
+    from pipeline.feed.feed import FeedStopped, open_feed
     from services.trainer import ranks
     from services.trainer.loop import Rank
 
@@ -33,9 +32,10 @@ async def serve(ctx: Context) -> None:
 
     def work() -> None:
         try:
-            ranks.join(ctx.config.trainer.rendezvous, ctx.index, ctx.config.batch.dp)
-            with Feed(socket_path(ctx.config, ctx.index), stop=ctx.stop.is_set) as feed:
-                Rank(ctx, feed, loop).run()
+            batch = ctx.config.batch
+            mesh = ranks.join(ctx.config.trainer.rendezvous, ctx.index, batch.sizes, batch.adaptive_cp)
+            with open_feed(ctx.config, ctx.index, stop=ctx.stop.is_set) as feed:
+                Rank(ctx, feed, mesh, loop).run()
             ranks.leave()
         except BaseException as error:
             loop.call_soon_threadsafe(settle, error)

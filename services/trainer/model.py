@@ -1,4 +1,7 @@
-"""The trained model: packed windows in, log-probabilities of the labels out; weights and optimizer to bytes and back."""
+"""The trained model: packed windows in, log-probabilities of the labels out; weights and optimizer to bytes and back.
+
+Promise: what is stored is whole, however many tensor-parallel ranks there are: a run may go on with other sizes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from safetensors.torch import load as load_blob
 from safetensors.torch import save as save_blob
 from torch import Tensor
 
-from pipeline.engines.tiny.model import Llama
+from pipeline.engines.tiny.model import Llama, weights_from_bytes, weights_to_bytes
+from services.trainer.ranks import Mesh
+from services.trainer.sharding import shard, whole
 
 
 def label_logprobs(model: Llama, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -38,18 +43,28 @@ def _padded(model: Llama, tokens: Tensor, labels: Tensor, lengths: Tensor) -> Te
     return -F.cross_entropy(model(padded)[real], labels, reduction="none")
 
 
-def optimizer_to_bytes(optimizer: torch.optim.AdamW, model: Llama) -> bytes:
-    """AdamW's moments and step counts, by parameter name."""
+def model_to_bytes(model: Llama, mesh: Mesh) -> bytes:
+    """The whole weights. A collective of the tensor-parallel ranks."""
+    return weights_to_bytes(whole(model.state_dict(), mesh))
+
+
+def model_from_bytes(model: Llama, blob: bytes, mesh: Mesh) -> None:
+    """The rank's part of whole weights."""
+    model.load_state_dict(shard(weights_from_bytes(blob), mesh))
+
+
+def optimizer_to_bytes(optimizer: torch.optim.AdamW, model: Llama, mesh: Mesh) -> bytes:
+    """AdamW's moments and step counts, whole, by parameter name. A collective of the tensor-parallel ranks."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             tensors[f"{key}/{name}"] = torch.as_tensor(value).contiguous()
-    return save_blob(tensors)
+    return save_blob(whole(tensors, mesh))
 
 
-def optimizer_from_bytes(optimizer: torch.optim.AdamW, model: Llama, blob: bytes) -> None:
-    """Inverse of `optimizer_to_bytes`; raises KeyError that names a parameter which the blob lacks."""
-    tensors = load_blob(blob)
+def optimizer_from_bytes(optimizer: torch.optim.AdamW, model: Llama, blob: bytes, mesh: Mesh) -> None:
+    """The rank's part of `optimizer_to_bytes`; raises KeyError that names a parameter which the blob lacks."""
+    tensors = shard(load_blob(blob), mesh)
     for name, parameter in model.named_parameters():
         keys = ("step", "exp_avg", "exp_avg_sq")
         missing = [key for key in keys if f"{key}/{name}" not in tensors]

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import ClientSession
 from safetensors.numpy import load
 
 from pipeline.checksum import crc32c
+from pipeline.hosts.metrics import Measures, serving
 from pipeline.store import ObjectDamaged, ObjectExists, ObjectMissing, ObjectStore, StoreUnavailable
 from pipeline.store.bucket import ensure_bucket
 from pipeline.store.keys import BadKey
@@ -153,6 +155,39 @@ async def test_a_payload_by_columns_and_spans(any_store: ObjectStore) -> None:
     np.testing.assert_array_equal(got["logprobs"], -rows_read.astype(np.float32))
 
 
+async def test_operations_are_counted_by_kind(any_store: ObjectStore) -> None:
+    await any_store.create("a", b"0123456789")
+    await any_store.get_ranges("a", [(1, 4)])
+    await any_store.size("a")
+    assert [key async for key, _ in any_store.list()] == ["a"]
+    await any_store.remove(["a"])
+    with pytest.raises(ObjectMissing):
+        await any_store.get_ranges("a", [(1, 4)])
+    requests = any_store.requests
+    assert {name: sum(of.counts) for name, of in requests.seconds.items()} == {
+        "put": 1,
+        "get": 2,
+        "head": 1,
+        "list": 1,
+        "delete": 1,
+    }
+    assert dict(requests.bytes) == {"put": 10, "get": 3}
+    assert dict(requests.errors) == {("get", "ObjectMissing"): 1}
+    measures = Measures(requests=requests)
+    async with (
+        serving("127.0.0.1:0", "packer", measures),
+        ClientSession() as client,
+        client.get(measures.address) as answer,
+    ):
+        told = (await answer.text()).splitlines()
+    for line in (
+        'packtrain_store_seconds_count{operation="get"} 2.0',
+        'packtrain_store_bytes_total{operation="put"} 10.0',
+        'packtrain_store_errors_total{error="ObjectMissing",operation="get"} 1.0',
+    ):
+        assert line in told
+
+
 # What only one kind of store can show.
 
 
@@ -282,16 +317,17 @@ async def lossy(s3_config: StoreConfig) -> AsyncIterator[tuple[LossyProxy, Store
     proxy.stop()
 
 
-@pytest.mark.parametrize("body", [b"", b"0123456789"])
+@pytest.mark.parametrize("pieces", [[], [b"01234", b"56789"]], ids=["empty", "pieces"])
 async def test_a_put_whose_answer_was_lost_is_ours(
-    lossy: tuple[LossyProxy, StoreConfig], body: bytes
+    lossy: tuple[LossyProxy, StoreConfig], pieces: list[bytes]
 ) -> None:
     proxy, config = lossy
     store = ObjectStore.open(config)
     proxy.lose = 2
-    ref = await store.create("once", body)
+    await store.put("once", [memoryview(piece) for piece in pieces])
     assert proxy.puts == 3
-    assert await store.get(ref) == body
+    assert store.requests.retries["put"] == 2
+    assert await store.get("once") == b"".join(pieces)
 
 
 async def test_another_writers_bytes_are_not_taken_for_ours(lossy: tuple[LossyProxy, StoreConfig]) -> None:

@@ -18,7 +18,7 @@ from pipeline.engines.progress import Ask
 from pipeline.engines.tiny.engine import EngineDead
 from pipeline.engines.tiny.model import load_model, weights_to_bytes
 from pipeline.engines.transport import Transport
-from pipeline.engines.vllm import GENERATE
+from pipeline.engines.vllm import GENERATE, VllmReplica
 from pipeline.engines.vllm_wire import request_body
 from pipeline.engines.wire import SamplingParams
 from tests.tiny_engine_parts import PROMPT, Running, random_policy, random_weights, serving, until
@@ -242,7 +242,11 @@ async def test_routing_of_a_continued_generation_has_each_row_once(watched: bool
 @pytest.mark.parametrize("watched", [False, True])
 async def test_an_image_is_sent_once_and_again_when_the_engine_forgot_it(watched: bool):
     engine = VllmDouble()
-    images = [ImageItem("a" * 64, "image/png", b"pixels"), ImageItem("b" * 64, "image/png", b"more")]
+    # Tokens 1 and 2 of the prompt are placeholders of the first, token 3 that of the second.
+    images = [
+        ImageItem("a" * 64, "image/png", b"pixels", 1, 2),
+        ImageItem("b" * 64, "image/png", b"more", 3, 1),
+    ]
     watch = (lambda t: None) if watched else None
 
     async def turn(client: EngineClient, shown: list[ImageItem]) -> None:
@@ -253,8 +257,15 @@ async def test_an_image_is_sent_once_and_again_when_the_engine_forgot_it(watched
         await turn(client, images)
         engine.images.clear()
         await turn(client, images)
+        # New weights: what images were made into under the old ones is gone.
+        replica = VllmReplica(url)
+        await replica.update("weights", 3)
+        await replica.close()
+        engine.images.clear()
+        await turn(client, images)
     with_bytes = [[part["url"] is not None for part in r["content_parts"]] for r in engine.requests]
-    assert with_bytes == [[True], [False, True], [False, False], [True, True]]
+    assert with_bytes == [[True], [False, True], *[[False, False], [True, True]] * 2]
+    assert {tuple(r["token_ids"]) for r in engine.requests} == {(LONG[0], LONG[1], *LONG[3:])}
 
 
 async def test_an_engine_that_refuses_while_paused_is_waited_for():

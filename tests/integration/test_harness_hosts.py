@@ -17,6 +17,7 @@ import schemas.envelope
 from pipeline.capture.journal import HostJournal
 from pipeline.capture.secret import session_secret
 from pipeline.capture.server import Capture
+from pipeline.capture.uploads import Uploads
 from pipeline.engines.client import EngineClient
 from pipeline.log import Delivery, Log
 from pipeline.store import ObjectStore
@@ -251,6 +252,7 @@ async def test_what_is_decided_is_not_run_again(stage: Callable[..., Stage]) -> 
         "http://x",
         Capture(KEY, s.engine.renderer, s.engine, 2000),
         EngineClient(s.config.engine.url),
+        Uploads(s.store, s.config.run),
     )
     await host.handle(delivery)
     assert delivery.settled

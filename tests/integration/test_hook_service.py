@@ -22,7 +22,7 @@ from schemas.config import Broker, RunConfig
 from schemas.facts import SampleRejected, SampleShaped
 from services import hook
 from services.hook import Room, Shaper
-from tests.hook_parts import LENGTH, LOSS, Array, Group, World, config_of, context, hooking
+from tests.hook_parts import LENGTH, LOSS, SPILLED, Array, Group, World, config_of, context, hooking
 from tests.log_parts import until
 
 pytestmark = pytest.mark.timeout(90)
@@ -147,6 +147,21 @@ async def test_a_hook_of_ones_own_shapes(config: RunConfig, world: World, its_st
     assert its_store.counters.bytes_read == 2 * 4 * LENGTH
 
 
+async def test_spans_that_are_in_the_payload_are_read_from_it(
+    config: RunConfig, world: World, its_store: ObjectStore
+) -> None:
+    world.contexts = SPILLED
+    group = await world.group("weighed", 1, [1.0, 0.0])
+    # A count that the payload does not bear out: the group cannot be shaped, and nothing is made up.
+    world.contexts = (SPILLED[0], SPILLED[1].model_copy(update={"spilled": 5}))
+    wrong = await world.group("weighed", 2, [1.0, 0.0])
+    async with hooking(config, world.log, its_store):
+        fact = await shaped(world, group)
+        await world.fact("sample.rejected", "weighed", wrong.sample)
+    wanted = [a * (0.3 * np.exp(own) + 0.7) for a, own in zip((2**-0.5, -(2**-0.5)), group.own, strict=True)]
+    assert_all(await sidecars(world.store, fact), wanted)
+
+
 async def test_a_late_grading_shapes_anew_where_it_came_after_the_acceptance(
     config: RunConfig, world: World, its_store: ObjectStore
 ) -> None:
@@ -268,7 +283,7 @@ async def test_a_store_that_is_away_costs_no_delivery(
     config: RunConfig, world: World, its_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = await world.group("distilled", 1, [1.0, 0.0])
-    refusals = {"get_ranges": 7, "create": 3}
+    refusals = {"get_ranges": 7, "put": 3}
 
     def away(name: str, present: Any) -> Any:
         async def asked(store: ObjectStore, *arguments: Any, **options: Any) -> Any:
@@ -284,7 +299,7 @@ async def test_a_store_that_is_away_costs_no_delivery(
         monkeypatch.setattr(ObjectStore, name, away(name, getattr(ObjectStore, name)))
     async with hooking(config, world.log, its_store, max_deliver=1):
         fact = await shaped(world, group)
-    assert refusals == {"get_ranges": 0, "create": 0}
+    assert refusals == {"get_ranges": 0, "put": 0}
     assert len(fact.sidecars) == 2
     assert (await world.log.letters.all())[0] == []
 
@@ -302,7 +317,7 @@ async def test_a_damaged_column_is_never_trained(
         await world.fact("sample.rejected", "distilled", group.sample)
         await world.settled("hook")
     (letter,) = (await world.log.letters.all())[0]
-    assert re.search(r"column logprobs, block 0: CRC32C", letter.reason)
+    assert re.search(r"column logprobs, block 0, rows .*: CRC32C", letter.reason)
     assert await world.count("sample.shaped") == 0
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from pipeline.feed.feed import Feed, FeedError
-from pipeline.feed.memfd import SealedWindow
+from pipeline.feed.memfd import Draft, Layout, SealedWindow
 from pipeline.feed.wire import Request, frame, receive_answer, socket_path
 from pipeline.log import Log
 from pipeline.store import ObjectStore
@@ -80,37 +83,70 @@ async def test_memory_is_bounded_and_the_ranks_go_on(
     async with packer(changed(packer_config, prefetch=1), log):
         size = (await packed_facts(log, 1))[0].bytes
     # Room for one window and a half: each is dropped before the next is built.
-    tight = packer_config.model_copy(
-        update={
-            "packer": packer_config.packer.model_construct(
-                socket_dir=packer_config.packer.socket_dir, prefetch=8, memory_bytes=size * 3 // 2
-            )
-        }
-    )
-    async with packer(tight, log):
+    async with packer(changed(packer_config, prefetch=8, memory_bytes=size * 3 // 2), log):
         with Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed:
             check(1, 0, await asyncio.to_thread(take, feed, 1))
 
 
+async def test_windows_larger_than_they_were_thought_to_be_are_within_the_memory(
+    packer_config: RunConfig, log: Log, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As candidate sets may be: nothing is known of them but their mean, until they are looked at."""
+    await yield_batch(log, store, 1)
+    async with packer(changed(packer_config, prefetch=1), log):
+        size = (await packed_facts(log, 1))[0].bytes
+    memory, standing = size * 3 // 2, list[int]()
+
+    class Counted(Draft):
+        def __init__(self, layout: Layout) -> None:
+            super().__init__(layout)
+            standing.append(sum(window_sizes().values()))
+
+    monkeypatch.setattr("services.packer.steps.estimate", lambda _: 0)
+    monkeypatch.setattr("services.packer.building.Draft", Counted)
+    async with packer(changed(packer_config, prefetch=8, memory_bytes=memory), log):
+        with Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed:
+            check(1, 0, await asyncio.to_thread(take, feed, 1))
+    assert len(standing) >= MICROBATCHES
+    assert max(standing) <= memory
+
+
+def window_sizes() -> dict[int, int]:
+    """Bytes of the windows of which this process has a descriptor, by inode."""
+    found: dict[int, int] = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if "packtrain-window" in str(link.readlink()):
+                found[link.stat().st_ino] = link.stat().st_size
+    return found
+
+
 async def test_a_window_over_the_budget_is_refused_with_the_number_needed(
-    packer_config: RunConfig, log: Log, store: ObjectStore
+    packer_config: RunConfig, log: Log, store: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     await yield_batch(log, store, 1)
-    small = packer_config.model_copy(
-        update={
-            "packer": packer_config.packer.model_construct(
-                socket_dir=packer_config.packer.socket_dir, prefetch=2, memory_bytes=1000
-            )
-        }
-    )
-    async with packer(small, log):
+    needed = r"needs \d+ bytes, packer\.memory_bytes is 1000; raise it to at least \d+"
+    async with packer(changed(packer_config, memory_bytes=1000), log):
         with (
             Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed,
-            pytest.raises(
-                FeedError, match=r"needs \d+ bytes, packer\.memory_bytes is 1000; raise it to at least \d+"
-            ),
+            pytest.raises(FeedError, match=needed),
         ):
             await asyncio.to_thread(take, feed, 1)
+    # Told when the batch came, for each of its windows, before anybody asked.
+    assert len(re.findall(needed, caplog.text)) == MICROBATCHES
+
+
+async def test_a_packer_without_room_for_its_largest_window_does_not_start(
+    packer_config: RunConfig, log: Log
+) -> None:
+    budget = packer_config.batch.model_copy(update={"token_budget": 24_000})
+    small = packer_config.model_copy(
+        update={"batch": budget, "packer": packer_config.packer.model_copy(update={"memory_bytes": 1 << 20})}
+    )
+    with pytest.raises(ValueError, match=r"memory_bytes is 1048576: raise it to at least 1056000"):
+        async with packer(small, log) as task:
+            await asyncio.wait([task])
+    assert not socket_path(packer_config, 0).exists()
 
 
 async def test_trained_steps_are_over(packer_config: RunConfig, log: Log, store: ObjectStore) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from pipeline.feed.feed import Feed, FeedError
 from pipeline.feed.server import SocketTaken
@@ -20,17 +25,23 @@ from pipeline.store import ObjectStore
 from pipeline.store.bucket import ensure_bucket
 from schemas.config import RunConfig
 from schemas.config import Store as StoreConfig
-from schemas.payload import Ref
+from schemas.keys import image_key
+from schemas.payload import ImageItem, Ref
 from tests.packer_parts import (
     DEADLINE_S,
+    LENGTH,
     MICROBATCHES,
     Columns,
     changed,
     check,
+    columns_of,
+    decide_quarantine,
+    flip,
     packed_facts,
     packer,
     process,
     publish_batch,
+    publish_trained,
     take,
     until,
     window_fds,
@@ -39,12 +50,14 @@ from tests.packer_parts import (
 from tests.s3server import S3Server
 
 
+class Taken(NamedTuple):
+    revision: int
+    arrays: Columns
+
+
 async def test_what_cannot_be_packed_is_told_to_the_rank_and_the_packer_lives(
     packer_config: RunConfig, log: Log, store: ObjectStore
 ) -> None:
-    def flip(data: bytes) -> bytes:
-        return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
-
     await yield_batch(log, store, 1, damage=flip)
     await publish_batch(log, 2, Ref(key="runs/r/plans/missing.json", bytes=10, crc32c=0))
     await publish_batch(log, 3, await store.create("runs/r/plans/bad.json", b"{}"))
@@ -64,8 +77,88 @@ async def test_what_cannot_be_packed_is_told_to_the_rank_and_the_packer_lives(
                     await asyncio.to_thread(take, feed, step)
             check(4, 0, await asyncio.to_thread(take, feed, 4))
             batch = feed.batch(1)
-            with pytest.raises(FeedError, match="damaged"):
+            with pytest.raises(
+                FeedError, match=r"step 1 has lost 2 of its 6 sequences, .* allows 1: restore"
+            ):
                 await asyncio.to_thread(next, batch)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+async def test_a_damaged_sequence_is_left_out_and_its_batch_is_trained(
+    packer_config: RunConfig, log: Log, store: ObjectStore, missing: bool
+) -> None:
+    """The sequence is of micro-batch 1 of rank 0. Rank 1 does not meet the damage, but hears of it."""
+    plan = await yield_batch(log, store, 1, damage=(lambda _: None) if missing else flip, damaged=[2])
+    lost = plan.sequences[2].sequence
+    async with packer(packer_config, log), packer(packer_config, log, index=1):
+        with (
+            Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as zero,
+            Feed(socket_path(packer_config, 1), timeout_s=DEADLINE_S) as one,
+        ):
+            reading = asyncio.create_task(asyncio.to_thread(revisions, zero, 0))
+            (fact,), decided = await decide_quarantine(log, plan)
+            assert (fact.sequence, fact.reason) == (lost, "missing" if missing else "damaged")
+            assert (decided.revision, decided.without) == (1, (lost,))
+            got = await reading
+            # The first one was built before, and does not have the sequence: it may be told as either.
+            assert [micro_batch.revision for micro_batch in got][1:] == [1, 1]
+            # The rank takes the step again, and gets the same, as does the one of the other packer.
+            again = await asyncio.to_thread(revisions, zero, 1)
+            other = await asyncio.to_thread(revisions, one, 1)
+    assert [micro_batch.revision for micro_batch in again + other] == [1] * 2 * MICROBATCHES
+    for first, second in zip(got, again, strict=True):
+        assert first.arrays.keys() == second.arrays.keys()
+        for name, array in first.arrays.items():
+            np.testing.assert_array_equal(array, second.arrays[name])
+    for dp, each in enumerate((again, other)):
+        for microbatch, micro_batch in enumerate(each):
+            original = columns_of(100 + microbatch * 2 + dp)
+            kept = (dp, microbatch) != (0, 1)
+            assert micro_batch.arrays["cu_seqlens"].tolist() == [0, LENGTH]
+            np.testing.assert_array_equal(micro_batch.arrays["tokens"], original["tokens"] * kept)
+            assert micro_batch.arrays["loss_weights"].any() == kept
+
+
+def revisions(feed: Feed, revision: int) -> list[Taken]:
+    return [
+        Taken(each.revision, {name: array.copy() for name, array in each.arrays.items()})
+        for each in feed.batch(1, revision)
+    ]
+
+
+async def test_images_come_with_their_rank_and_a_missing_one_costs_all_that_show_it(
+    packer_config: RunConfig, log: Log, store: ObjectStore
+) -> None:
+    pixels = np.arange(28 * 28 * 3, dtype=np.uint8).reshape(28, 28, 3)
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, "PNG")
+    data = written.getvalue()
+    item = ImageItem(
+        digest=sha256(data).hexdigest(), bytes=len(data), height=28, width=28, patches=4, start=3, end=4
+    )
+    plan = await yield_batch(log, store, 1, image=item)
+    lenient = changed(packer_config, quarantine=0.5)
+    names = [each.sequence for each in plan.sequences[:2]]
+    with Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed:
+        async with packer(lenient, log):
+            facts, decided = await decide_quarantine(log, plan, 2)
+            assert sorted(fact.sequence for fact in facts) == names
+            assert {fact.key for fact in facts} == {image_key(log.run, item.digest)}
+            assert decided.revision == 2
+            got = await asyncio.to_thread(revisions, feed, 2)
+            # The exchange keeps its form, for the other ranks': with a black image, which nobody looks at.
+            assert got[0].arrays["images.pixels"].shape == (pixels.size,)
+            assert not got[0].arrays["images.pixels"].any()
+            assert not got[0].arrays["loss_weights"].any()
+        await publish_trained(log, 1)
+        await store.create(image_key(log.run, item.digest), data)
+        await yield_batch(log, store, 2, image=item)
+        async with packer(packer_config, log):
+            first, second, _ = await asyncio.to_thread(take, feed, 2)
+    np.testing.assert_array_equal(first["images.pixels"], pixels.reshape(-1))
+    assert first["images.local"].tolist() == [3]
+    assert first["images.send_counts"].tolist() == [1, 1]
+    assert "images.pixels" not in second
 
 
 async def test_a_killed_packer_comes_back_and_no_window_is_lost_or_repeated(
@@ -95,7 +188,9 @@ async def test_a_killed_rank_gives_its_window_back(
     packer_config: RunConfig, log: Log, store: ObjectStore, tmp_path: Path
 ) -> None:
     """The rank is a process that takes a window and is killed while it holds it."""
-    await yield_batch(log, store, 1)
+    length = 1 << 20
+    await yield_batch(log, store, 1, length=length)
+    before = shared_bytes()
     async with packer(changed(packer_config, prefetch=1), log):
         await packed_facts(log, 1)
         gc.collect()
@@ -118,16 +213,31 @@ async def test_a_killed_rank_gives_its_window_back(
             assert rank.stdout is not None
             assert await asyncio.to_thread(rank.stdout.readline) == b"held\n"
             await until(lambda: window_fds() == 2)  # the held one, and the next one built ahead
+            await until(lambda: shared_bytes() - before > 50 * length)
         finally:
             rank.kill()
             await asyncio.to_thread(rank.wait)
             if rank.stdout is not None:
                 rank.stdout.close()
         await until(lambda: window_fds() == 1)
+        # The pages went with it: what is left is the window that is built ahead.
+        await until(lambda: shared_bytes() - before < 50 * length)
         with Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed:
-            check(1, 0, await asyncio.to_thread(take, feed, 1))
+            batch = feed.batch(1)
+            tokens = (await asyncio.to_thread(next, batch)).arrays["tokens"]
+            np.testing.assert_array_equal(tokens, columns_of(100, length)["tokens"])
+            del tokens
+            batch.close()
     gc.collect()
     assert window_fds() == 0
+    assert [path.name for path in Path("/dev/shm").iterdir() if "packtrain" in path.name] == []
+    await until(lambda: shared_bytes() - before < 20 * length)
+
+
+def shared_bytes() -> int:
+    """Memory of files in memory, of the whole machine; other processes have their share."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
 
 
 async def test_a_store_outage_is_waited_out(packer_config: RunConfig, log: Log, tmp_path: Path) -> None:
@@ -171,7 +281,7 @@ async def test_an_unforeseen_fault_ends_the_service_instead_of_leaving_ranks_to_
     def broken(*_: object) -> int:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("services.packer._seal", broken)
+    monkeypatch.setattr("services.packer.building.frame", broken)
     await yield_batch(log, store, 1)
     with pytest.raises(RuntimeError, match="boom"):
         async with packer(packer_config, log) as task, asyncio.timeout(DEADLINE_S):

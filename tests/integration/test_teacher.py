@@ -73,7 +73,7 @@ async def test_scores_are_those_of_a_forward_pass_whole_or_in_chunks(
         ]
         config = teaching(tmp_path, broker, run_name, teachers, math=["served", "own", "own-k"], code=["own"])
         facts = [
-            await finished(store, run_name, "math", 0, TWO),
+            await finished(store, run_name, "math", 0, TWO, spill=True),
             await finished(store, run_name, "math", 1, [(long, spans)]),
             await finished(store, run_name, "code", 0, TWO),
         ]
@@ -81,8 +81,8 @@ async def test_scores_are_those_of_a_forward_pass_whole_or_in_chunks(
         await log.publish_all([(fact, None) for fact in facts])
         async with serving(config, store):
             found = await answers(log, 7)
-    # The tokens, and nothing else, once a teacher.
-    assert store.counters.bytes_read - before == 4 * (3 * (77 + 200) + 77)
+    # The tokens, and the six segments where spans are left to them, and nothing else, once a teacher.
+    assert store.counters.bytes_read - before == 4 * (3 * (77 + 200) + 77) + 3 * 6 * 20
     assert {teacher for source, teacher in found if source.startswith("code")} == {"own"}
     whole = [(said(policy, row), row, spans) for row, spans in TWO if spans]
     for source, name, k in [
@@ -295,13 +295,13 @@ async def test_a_store_that_is_away_is_waited_for_and_uses_up_no_delivery(
     config = teaching(tmp_path, broker, run_name, [{"name": "own", "policy": str(policy)}], math=["own"])
     await log.publish(await finished(store, run_name, "math", 0, TWO))
     tried: list[str] = []
-    for name in ("get_ranges", "create"):
+    for name in ("get_ranges", "put"):
         monkeypatch.setattr(store, name, _away(getattr(store, name), name, tried))
     async with serving(config, store):
         found = await answers(log, 1)
         assert await deliveries(log, "own") == 1
     assert [fact.failure for fact in found.values()] == [None]
-    assert tried == ["get_ranges"] * 4 + ["create"] * 4
+    assert tried == ["get_ranges"] * 4 + ["put"] * 4
 
 
 def _away(method: Any, name: str, tried: list[str]) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import multiprocessing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from pipeline.engines.tiny.model import load_model, weights_from_bytes, weights_
 from pipeline.log import Log  # noqa: E402
 from pipeline.store import ObjectStore  # noqa: E402
 from pipeline.store.payload import write_payload  # noqa: E402
-from schemas.config import RunConfig  # noqa: E402
+from schemas.config import Broker, RunConfig  # noqa: E402
 from schemas.facts import (  # noqa: E402
     BatchConsumed,
     BatchYielded,
@@ -30,16 +32,21 @@ from schemas.facts import (  # noqa: E402
 )
 from schemas.keys import optimizer_key, payload_key, plan_key, weights_key  # noqa: E402
 from schemas.names import attempt_id, sample_id, sequence_id  # noqa: E402
+from schemas.parallel import Sizes  # noqa: E402
 from schemas.payload import ContextMeta, Span  # noqa: E402
 from schemas.plan import Plan, PlanRows, PlanSequence  # noqa: E402
+from schemas.servers import Store  # noqa: E402
 from services import packer, trainer  # noqa: E402
-from services.process import Context  # noqa: E402
+from services.process import Context, run_service  # noqa: E402
 from services.trainer import ranks  # noqa: E402
 from services.trainer.model import optimizer_to_bytes  # noqa: E402
 from tests.natsserver import free_port  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
 LENGTH, LOSS = 12, 5
+NEAR = -12.0
+"""Log-probability of a rollout that leaves no gradient next to nothing, whatever the policy gives the tokens."""
+ONE, FOUR = Sizes(), Sizes(cp=2, tp=2)
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ def run_config(tmp_path: Path, run_name: str) -> RunConfig:
         {
             "run": run_name,
             "steps": 2,
-            "batch": {"dp": 1},
+            "batch": {"dp": 1, "layout": "megatron"},
             "packer": {"socket_dir": str(tmp_path)},
             "trainer": {"rendezvous": f"127.0.0.1:{free_port()}"},
             "pools": [{"name": "p", "harness": "chat"}],
@@ -66,10 +73,12 @@ def run_config(tmp_path: Path, run_name: str) -> RunConfig:
 
 
 @asynccontextmanager
-async def serving(config: RunConfig, log: Log, store: ObjectStore, *services) -> AsyncIterator[asyncio.Task]:
+async def serving(
+    config: RunConfig, log: Log, store: ObjectStore, *services, index: int = 0
+) -> AsyncIterator[asyncio.Task]:
     """The services in this process; gives the task of the last."""
     stop = asyncio.Event()
-    context = Context(config, "test-0", log, store, stop, logging.getLogger("packtrain"))
+    context = Context(config, "test-0", log, store, stop, logging.getLogger("packtrain"), index)
     tasks = [asyncio.create_task(service.serve(context)) for service in services]
     try:
         yield tasks[-1]
@@ -77,6 +86,15 @@ async def serving(config: RunConfig, log: Log, store: ObjectStore, *services) ->
         stop.set()
         await asyncio.wait(tasks, timeout=30)
         ranks.leave()
+
+
+@asynccontextmanager
+async def packing(config: RunConfig, log: Log, store: ObjectStore) -> AsyncIterator[None]:
+    """All packers of a run, in this process."""
+    async with AsyncExitStack() as stack:
+        for number in range(config.batch.sizes.packers):
+            await stack.enter_async_context(serving(config, log, store, packer, index=number))
+        yield
 
 
 async def first(log: Log, kind: type[Fact], step: int) -> Fact:
@@ -97,7 +115,9 @@ async def trained_before(log: Log, store: ObjectStore) -> StepTrained:
         step=1,
         parent=None,
         weights=await store.create(weights_key(log.run, 1, "x"), weights_to_bytes(model.state_dict())),
-        optimizer=await store.create(optimizer_key(log.run, 1, "x"), optimizer_to_bytes(optimizer, model)),
+        optimizer=await store.create(
+            optimizer_key(log.run, 1, "x"), optimizer_to_bytes(optimizer, model, ranks.Mesh())
+        ),
         loss=0,
         grad_norm=0,
         kl=0,
@@ -108,7 +128,9 @@ async def trained_before(log: Log, store: ObjectStore) -> StepTrained:
     return fact
 
 
-async def yield_batch(log: Log, store: ObjectStore, step: int, logprob: float = -1.0) -> None:
+async def yield_batch(
+    log: Log, store: ObjectStore, step: int, logprob: float = -1.0, sizes: Sizes = ONE
+) -> None:
     """A batch of two sequences, the second with two contexts, in three micro-batches, of which one is empty."""
     mask = (np.arange(LENGTH) >= LENGTH - LOSS).astype(np.uint8)
     sequences: list[PlanSequence] = []
@@ -148,6 +170,9 @@ async def yield_batch(log: Log, store: ObjectStore, step: int, logprob: float = 
         step=step,
         policy_version=step - 1,
         dp=1,
+        cp=sizes.cp,
+        tp=sizes.tp,
+        layout="megatron",
         microbatches=3,
         token_budget=1000,
         loss_tokens=3 * LOSS,
@@ -220,3 +245,95 @@ async def test_a_ruined_gradient_ends_the_rank_and_writes_nothing(
             await asyncio.wait_for(rank, 60)
     assert await log.latest("step.trained") is None
     assert [key async for key, _ in store.list(f"runs/{log.run}/weights")] == []
+
+
+def serve_rank(config: RunConfig, rank: int) -> None:
+    """A rank in a process of its own."""
+    torch.set_num_threads(1)
+    asyncio.run(run_service(trainer.serve, config, f"trainer-{rank}", rank))
+
+
+@contextmanager
+def rank_processes(config: RunConfig) -> Iterator[None]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["services.trainer.loop"])
+    running = [context.Process(target=serve_rank, args=(config, r)) for r in range(config.batch.sizes.ranks)]
+    for process in running:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.join(30)
+        killed = [process.pid for process in running if process.is_alive()]
+        for process in running:
+            process.kill()
+        assert not killed, "ranks did not stop when they were told to"
+
+
+async def moments(store: ObjectStore, fact: Fact) -> dict[str, Any]:
+    assert isinstance(fact, StepTrained)
+    state = weights_from_bytes(await store.get(fact.optimizer))
+    return {name: tensor for name, tensor in state.items() if name.startswith("exp_avg")}
+
+
+async def test_a_run_goes_on_with_ranks_of_other_sizes(
+    run_config: RunConfig, broker: Broker, log: Log, store: ObjectStore, tmp_path: Path
+) -> None:
+    """Step 1 on cp2 x tp2 and step 2 on one rank are what both are on one rank."""
+    run_config = run_config.model_copy(
+        update={
+            "broker": broker,
+            "store": Store(url=f"file://{tmp_path}/objects"),
+            "directory": str(tmp_path),
+        }
+    )
+    wide = run_config.model_copy(
+        update={
+            "batch": run_config.batch.model_copy(update={"cp": 2, "tp": 2}),
+            "trainer": run_config.trainer.model_copy(update={"rendezvous": f"127.0.0.1:{free_port()}"}),
+        }
+    )
+    await yield_batch(log, store, 1, NEAR, FOUR)
+    with rank_processes(wide):
+        async with packing(wide, log, store):
+            first_wide = await first(log, StepTrained, 1)
+    assert isinstance(first_wide, StepTrained)
+    consumed = await first(log, BatchConsumed, 1)
+    assert consumed == BatchConsumed(step=1, sequences=2, loss_tokens=3 * LOSS)
+    await yield_batch(log, store, 2, NEAR)
+    async with serving(run_config, log, store, packer, trainer):
+        second_wide = await first(log, StepTrained, 2)
+
+    other = await Log.connect(broker, f"{log.run}b", "test")
+    await other.create()
+    alone = run_config.model_copy(
+        update={
+            "run": other.run,
+            "trainer": run_config.trainer.model_copy(update={"rendezvous": f"127.0.0.1:{free_port()}"}),
+        }
+    )
+    for step in (1, 2):
+        await yield_batch(other, store, step, NEAR)
+    async with serving(alone, other, store, packer, trainer):
+        second = await first(other, StepTrained, 2)
+        once = await first(other, StepTrained, 1)
+    await other.close()
+    for one, many in ((once, first_wide), (second, second_wide)):
+        assert isinstance(one, StepTrained)
+        assert isinstance(many, StepTrained)
+        assert one.grad_norm > 0.01
+        for name in ("loss", "grad_norm", "kl"):
+            assert getattr(many, name) == pytest.approx(getattr(one, name), rel=1e-4)
+        right, found = await moments(store, one), await moments(store, many)
+        assert found.keys() == right.keys()
+        for name, tensor in right.items():
+            off = float((found[name] - tensor).abs().max() / tensor.abs().max())
+            assert off < 1e-4, f"step {one.step}: {name} is off by {off}"
+        right, found = [weights_from_bytes(await store.get(fact.weights)) for fact in (one, many)]
+        for name, tensor in right.items():
+            # AdamW divides by the gradient's size: where that is next to nothing, its sign is rounding's.
+            off = float((found[name] - tensor).abs().mean())
+            assert off < 0.01 * run_config.trainer.lr, f"step {one.step}: {name} is off by {off}"

@@ -376,7 +376,8 @@ async def test_a_group_that_kills_its_graders_is_graded_with_its_original_reward
 
 
 async def test_a_dispatch_that_becomes_a_dead_letter_is_a_failed_sequence(log: Log) -> None:
-    host = Host(context(log, asyncio.Event()), "al", "http://x", cast("Any", None), cast("Any", None))
+    nothing = cast("Any", None)
+    host = Host(context(log, asyncio.Event()), "al", "http://x", nothing, nothing, nothing)
     published = await log.publish(dispatched(1))
     work = await log.work("agent-loop", "sequence.dispatched", ack_wait_s=30)
     [delivery] = await work.fetch(1, timeout_s=10)

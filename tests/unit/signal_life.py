@@ -28,7 +28,11 @@ class Life:
     """Groups of one source in a sampler; decisions are told to it at once, unless `hold` says which are on their way."""
 
     def __init__(
-        self, hold: tuple[type[Fact], ...] = (), teachers: tuple[str, ...] = (), **source: Any
+        self,
+        hold: tuple[type[Fact], ...] = (),
+        teachers: tuple[str, ...] = (),
+        run: dict[str, Any] | None = None,
+        **source: Any,
     ) -> None:
         whole = {
             "name": "math",
@@ -39,7 +43,7 @@ class Life:
             "teachers": teachers,
             **source,
         }
-        self.config = config(sources=[whole], teachers=[{"name": name} for name in teachers])
+        self.config = config(sources=[whole], teachers=[{"name": name} for name in teachers], **(run or {}))
         self.core, self.seq, self.hold = SamplerCore("r"), 0, hold
         self.facts: list[Fact] = []
         self.held: list[Fact] = []

@@ -22,10 +22,11 @@ from pipeline.capture.rules import Rules
 from pipeline.capture.server import Capture
 from pipeline.capture.session import Session
 from pipeline.capture.tree import ContextTree
+from pipeline.capture.uploads import Uploads
 from pipeline.signal.rules import judge_of
 from pipeline.store import ObjectStore
 from pipeline.store.payload import read_columns
-from schemas.config import AgentLoop, Behaviour, Penalty, Store
+from schemas.config import AgentLoop, Batch, Behaviour, Penalty, Store
 from schemas.envelope import BodyTooLarge, Event
 from schemas.facts import (
     Fact,
@@ -89,10 +90,11 @@ class Told:
         self.facts.append(fact)
 
 
-def ending(directory: Path, told: Told) -> Ending:
+def ending(directory: Path, told: Told, batch: Batch = Batch()) -> Ending:  # noqa: B008  # frozen
     store = ObjectStore.open(Store(url=directory.as_uri()))
-    ctx = SimpleNamespace(run="r", store=store, log=told, logger=logging.getLogger("test"))
-    return Ending(cast(Context, ctx))
+    config = SimpleNamespace(batch=batch)
+    ctx = SimpleNamespace(run="r", store=store, log=told, logger=logging.getLogger("test"), config=config)
+    return Ending(cast(Context, ctx), Uploads(store, "r"))
 
 
 def exported(reply: str) -> Export:
@@ -138,7 +140,8 @@ async def test_a_host_that_stops_leaves_its_journal_and_one_that_goes_on_does_no
     engine = ScriptedEngine(lambda _: "a")
     journal = HostJournal(tmp_path, "h1")
     capture = Capture(b"k" * 32, engine.renderer, engine, 1000)
-    host = Host(ctx, "h1", "http://127.0.0.1:1", capture, engine, journal=journal)
+    uploads = Uploads(ObjectStore.in_memory(), "r")
+    host = Host(ctx, "h1", "http://127.0.0.1:1", capture, engine, uploads, journal=journal)
     with contextlib.suppress(*([how] if how else [])):
         async with host._opened(event(DISPATCHED), DISPATCHED, 1, 10.0) as attempt:
             await complete(attempt.session, "1", Dialogue((Message("user", "q"),)))
@@ -273,7 +276,7 @@ async def test_a_lost_hosts_attempt_has_the_flags_and_the_end_that_its_rules_gav
     os.close(journal._lock)
 
     source = SimpleNamespace(behaviour=Behaviour(), effects={})
-    config = SimpleNamespace(agent_loop=AgentLoop(), source=lambda _: source)
+    config = SimpleNamespace(agent_loop=AgentLoop(), batch=Batch(), source=lambda _: source)
     store, told = ObjectStore.open(Store(url=tmp_path.as_uri())), Answered()
     ctx = SimpleNamespace(config=config, log=told, run="r", store=store, logger=logging.getLogger("test"))
     capture = Capture(b"k" * 32, engine.renderer, engine, 1000)
@@ -284,6 +287,7 @@ async def test_a_lost_hosts_attempt_has_the_flags_and_the_end_that_its_rules_gav
         "http://127.0.0.1:1",
         capture,
         engine,
+        Uploads(store, "r"),
         recovery=recovery,
         judges={"s": rules},
     )

@@ -28,6 +28,7 @@ from pipeline.capture.session import Session
 from pipeline.capture.tree import Node, SampledTurn
 from pipeline.engines.base import Routing
 from schemas.config import Behaviour
+from schemas.payload import ImageItem
 from tests.capture_parts import ScriptedEngine, complete
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +79,8 @@ def test_what_is_decoded_is_what_was_encoded_up_to_the_damage(
     count: int, candidates: bool, routed: bool, label: str | None, data: st.DataObject
 ) -> None:
     root = Node(0, None, 4, ids(0))
-    prompt = Node(1, root, 1, ids(4), images=("a" * 64,))
+    image = ImageItem(digest="a" * 64, bytes=9, height=5, width=7, patches=8, start=1, end=3)
+    prompt = Node(1, root, 1, ids(4), images=(image,))
     sampled = Node(2, prompt, 2, ids(count, 7), turn(count, candidates, routed), Kind("sub", label))
     whole = encode("s", [prompt, sampled], answer(malformed=2)) + encode("t", [sampled], answer(3, "length"))
     first, second = decode(whole)

@@ -95,6 +95,7 @@ KIND: Place = ("sources", 1, "environment", "kind")
         (changed("broker", None, url="nats://"), ("broker", "url"), "is not nats://host:port"),
         (changed("engine", None, url="h:1"), ("engine", "url"), "is not http://host:port"),
         (changed("store", None, url="ftp://h/p"), ("store", "url"), "is neither file:///path nor s3://"),
+        (changed("packer", None, memory_bytes=1000), ("packer", "memory_bytes"), "raise it to at least"),
         (changed("trainer", None, rendezvous="h:99999"), ("trainer", "rendezvous"), "is not host:port"),
         (changed("pools", 1, harness="tol"), ("pools", 1, "harness"), "harness 'tol' is none of"),
         (changed("pools", 1, harness="absent:X"), ("pools", 1, "harness"), "No module named 'absent'"),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.feed.memfd import ALIGN, BadWindow, SealedWindow, plan_layout, seal
+from pipeline.feed.memfd import ALIGN, BadWindow, Draft, SealedWindow, plan_layout, seal
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 ARRAYS: Arrays = {
@@ -178,6 +178,49 @@ def test_a_malformed_window_is_refused_before_it_is_read(data: bytes) -> None:
     before = open_fds()
     with pytest.raises(BadWindow):
         SealedWindow(with_seals(data))
+    assert open_fds() == before
+
+
+def test_rows_written_in_any_order_and_what_is_not_written_is_zero() -> None:
+    routed = np.arange(60, dtype=np.uint16).reshape(10, 3, 2)
+    draft = Draft(
+        plan_layout({}, {"tokens": ("int64", (6,)), "routed": ("uint16", (10, 3, 2)), "n": ("int32", ())})
+    )
+    draft.write("routed", 7, routed[7:])
+    draft.write("routed", 0, routed[:4])
+    draft.write("tokens", 2, np.array([5, 6]))
+    # Rows that do not lie together in memory.
+    draft.write("routed", 4, np.stack([routed, routed], 1)[4:6, 0])
+    draft.write("n", 0, np.array(9, np.int32))
+    window = SealedWindow(draft.seal())
+    draft.close()
+    routed[6] = 0
+    np.testing.assert_array_equal(window.arrays["routed"], routed)
+    assert window.arrays["tokens"].tolist() == [0, 0, 5, 6, 0, 0]
+    assert window.arrays["n"] == 9
+    window.close()
+
+
+def test_rows_outside_their_array_or_of_another_form_are_refused_and_a_draft_leaves_nothing() -> None:
+    before = open_fds()
+    draft = Draft(plan_layout({}, {"a": ("int32", (4, 2)), "n": ("int32", ())}))
+    rows = np.ones((2, 2), np.int32)
+    for name, first, values in (
+        ("a", 3, rows),
+        ("a", -1, rows),
+        ("a", 0, rows.astype(np.int64)),
+        ("a", 0, rows[:, :1]),
+        ("a", 0, rows[0]),
+        ("n", 1, np.array(1, np.int32)),
+    ):
+        with pytest.raises(ValueError, match=f"not rows .* of array '{name}'"):
+            draft.write(name, first, values)
+    draft.close()
+    draft.close()
+    with pytest.raises(ValueError, match="sealed or dropped"):
+        draft.write("a", 0, rows)
+    with pytest.raises(ValueError, match="sealed or dropped"):
+        draft.seal()
     assert open_fds() == before
 
 

@@ -31,6 +31,7 @@ from pipeline.feed.wire import (
 )
 
 DEADLINE_S = 20
+ROUTED = np.array([[1, 300], [65535, 0]], np.uint16)
 
 
 class Shelf:
@@ -47,12 +48,19 @@ class Shelf:
     async def put(self, step: int) -> None:
         async with self.changed:
             for microbatch in range(2):
-                layout = plan_layout({"sequences": [f"s-{step}-{microbatch}"]}, {"tokens": ("int64", (3,))})
-                tokens = np.array([step, microbatch, 7])
-                self.fds[WindowId(step, microbatch)] = seal(layout, {"tokens": tokens})
+                arrays = {
+                    "tokens": np.array([step, microbatch, 7]),
+                    "routed": ROUTED,
+                    "narrow": ROUTED.astype(np.uint8),
+                }
+                layout = plan_layout(
+                    {"sequences": [f"s-{step}-{microbatch}"], "cp": 1},
+                    {name: (array.dtype.name, array.shape) for name, array in arrays.items()},
+                )
+                self.fds[WindowId(step, microbatch)] = seal(layout, arrays)
             self.changed.notify_all()
 
-    async def hold(self, rank: object, window: WindowId) -> tuple[Answer, int]:
+    async def hold(self, rank: object, window: WindowId, revision: int) -> tuple[Answer, int]:
         if window.step in self.refused:
             raise WindowRefused(self.refused[window.step])
         self.waiting += 1
@@ -63,7 +71,11 @@ class Shelf:
         finally:
             self.waiting -= 1
         answer = Answer(
-            step=window.step, microbatch=window.microbatch, microbatches=2, last=window.microbatch == 1
+            step=window.step,
+            microbatch=window.microbatch,
+            microbatches=2,
+            last=window.microbatch == 1,
+            revision=revision + 1 if revision else 0,
         )
         return answer, self.fds[window]
 
@@ -293,11 +305,33 @@ async def test_torch_sees_the_same_values_without_a_warning(path: Path, shelf: S
             tensors["tokens"][0] = 99  # private: no fault, and nobody else sees it
             assert tensors["tokens"].tolist() == [99, 0, 7]
             assert micro_batch.arrays["tokens"].tolist() == [1, 0, 7]
+            # What torch has as unsigned: routing.
+            assert [str(tensors[name].dtype) for name in ("routed", "narrow")] == [
+                "torch.uint16",
+                "torch.uint8",
+            ]
+            assert tensors["routed"].tolist() == ROUTED.tolist()
+            assert tensors["narrow"].tolist() == (ROUTED & 255).tolist()
             batch.close()
             assert tensors["tokens"].tolist() == [99, 0, 7]
 
 
-def test_an_answer_to_another_ask_is_refused_and_its_window_given_back(path: Path) -> None:
+async def test_a_rank_says_which_revision_it_wants_and_is_told_which_it_has(path: Path, shelf: Shelf) -> None:
+    await shelf.put(1)
+    async with serving(path, shelf):
+        with Feed(path, timeout_s=DEADLINE_S) as feed:
+            for wanted, told in ((0, 0), (3, 4)):
+                batch = feed.batch(1, wanted)
+                micro_batch = await asyncio.to_thread(next, batch)
+                assert micro_batch.revision == told
+                assert micro_batch.meta == {"sequences": ["s-1-0"], "cp": 1}
+                batch.close()
+
+
+@pytest.mark.parametrize(("step", "revision"), [(2, 5), (1, 4)])
+def test_an_answer_to_another_ask_is_refused_and_its_window_given_back(
+    path: Path, step: int, revision: int
+) -> None:
     before = open_fds()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(str(path))
@@ -307,16 +341,16 @@ def test_an_answer_to_another_ask_is_refused_and_its_window_given_back(path: Pat
             rank, _ = server.accept()
             with rank, Path("/dev/null").open() as file:
                 rank.recv(1024)
-                other = Answer(step=2, microbatch=0, microbatches=1, last=True)
+                other = Answer(step=step, microbatch=0, microbatches=1, last=True, revision=revision)
                 socket.send_fds(rank, [frame(other)], [file.fileno()])
 
         packer = threading.Thread(target=answer)
         packer.start()
         with (
             Feed(path, timeout_s=DEADLINE_S) as feed,
-            pytest.raises(Protocol, match="answered with step 2 micro-batch 0"),
+            pytest.raises(Protocol, match=f"answered with step {step} micro-batch 0, revision {revision}"),
         ):
-            next(feed.batch(1))
+            next(feed.batch(1, revision=5))
         packer.join()
     assert open_fds() == before
 

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.batch.windows import pack, plan_window
+from pipeline.batch.windows import plan_window
 from pipeline.signal.penalties import Factors, changes
 from schemas.payload import ContextMeta, Flag
 from schemas.signal import Penalty
-from tests.window_parts import Change, context, plan_of, sequence
+from tests.window_parts import Change, context, key_of, packed, plan_of, sequence, sidecar_of
 
 PENALTIES = st.lists(
     st.builds(
@@ -79,14 +79,14 @@ def test_a_token_is_trained_with_what_the_penalties_make_of_it(
         "loss_mask": np.array(mask, np.uint8),
         "logprobs": np.zeros(len(mask), np.float32),
         "policy_version": np.zeros(len(mask), np.int32),
-        "advantages": given[np.array(mask, np.bool_)],
     }
-    packed = pack(plan_window(plan, 0, 0), [columns])
+    sidecar = {"advantages": given[np.array(mask, np.bool_)]}
+    got = packed(plan_window(plan, 0, 0), {key_of("s-0"): columns, sidecar_of("s-0"): sidecar})
 
     expected = [
         by_the_token(float(given[t]), rules[t], penalties, factors) if mask[t] else None
         for t in range(len(mask))
     ]
-    assert packed["loss_mask"].tolist() == [float(a is not None) for a in expected[1:]] + [0]
-    np.testing.assert_allclose(packed["advantages"], [*(a or 0 for a in expected[1:]), 0], rtol=1e-6)
-    assert (packed["loss_weights"] > 0).tolist() == (packed["loss_mask"] > 0).tolist()
+    assert got["loss_mask"].tolist() == [float(a is not None) for a in expected[1:]] + [0]
+    np.testing.assert_allclose(got["advantages"], [*(a or 0 for a in expected[1:]), 0], rtol=1e-6)
+    assert (got["loss_weights"] > 0).tolist() == (got["loss_mask"] > 0).tolist()

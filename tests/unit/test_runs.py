@@ -207,14 +207,15 @@ def test_every_service_gets_its_processes_and_the_ranks_are_one_unit() -> None:
     )  # fmt: skip
     assert [name for name, _ in units["trainer"]] == ["trainer-0", "trainer-1"]
     assert {arguments[0] for unit in units.values() for _, arguments in unit} == set(SERVICES) - {
-        "engine", "hook", "teacher",
+        "engine", "hook", "teacher", "collector",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "index", "pool", "said"),
     [
-        ("packer", 2, "", "batch.dp = 2; use 0 to 1"),
+        ("packer", 2, "", r"batch\.dp \* cp \* pp = 2; use 0 to 1"),
+        ("trainer", 2, "", r"batch\.dp \* cp \* tp \* pp = 2; use 0 to 1"),
         ("sampler", 1, "", "there is one"),
         ("harness", 0, "", r"needs --pool, one of \['chat', 'tool'\]"),
         ("harness", 1, "tool", "pool tool has hosts = 1"),
@@ -224,6 +225,21 @@ def test_every_service_gets_its_processes_and_the_ranks_are_one_unit() -> None:
 def test_a_place_that_the_run_does_not_have_is_refused(name: str, index: int, pool: str, said: str) -> None:
     with pytest.raises(BadInput, match=said):
         check_place(CONFIG, name, index, pool)
+
+
+def test_packers_are_of_coordinates_and_an_external_trainer_has_no_processes_of_ours() -> None:
+    wide = [Override("", ("batch", name), 2) for name in ("cp", "tp", "pp")]
+    config = load(DEMO, [*wide, Override("", ("trainer", "kind"), "external")])
+    units = dict(unit_arguments(config))
+    assert [name for name in units if name.startswith("packer")] == [f"packer-{n}" for n in range(8)]
+    assert "trainer" not in units
+    check_place(config, "packer", 7, "")
+    with pytest.raises(BadInput, match=r"cp \* pp = 8; use 0 to 7"):
+        check_place(config, "packer", 8, "")
+    with pytest.raises(BadInput, match=r"trainer\.kind is external"):
+        check_place(config, "trainer", 0, "")
+    one_stage = load(DEMO, wide[:2])
+    assert len(dict(unit_arguments(one_stage))["trainer"]) == 8
 
 
 def test_processes_are_named_by_what_they_are() -> None:

@@ -9,8 +9,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the trainer needs torch")
 
 from pipeline.engines.tiny.model import Llama, LlamaConfig  # noqa: E402  # after importorskip
-from services.trainer.loss import policy_loss  # noqa: E402
+from schemas.config import RunConfig  # noqa: E402
+from schemas.parallel import Sizes  # noqa: E402
+from services.trainer.loss import Clip, policy_loss  # noqa: E402
 from services.trainer.model import label_logprobs, optimizer_from_bytes, optimizer_to_bytes  # noqa: E402
+from services.trainer.ranks import Mesh  # noqa: E402
+from services.trainer.sharding import divided, divided_config, shard  # noqa: E402
+from services.trainer.windows import candidate_mask  # noqa: E402
 
 
 def small() -> Llama:
@@ -33,7 +38,7 @@ def test_loss_by_hand() -> None:
     new = torch.log(torch.tensor([0.5, 0.9, 0.1, 0.9, 0.5])).requires_grad_()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0])
-    terms = policy_loss(new, old, advantages, weights, clip_low=0.2, clip_high=0.28)
+    terms = policy_loss(new, old, advantages, weights, Clip(0.2, 0.28))
     # min(r A, clip(r) A): 1.0; clipped up at 1.28; clipped down at 0.8; unclipped 1.8 (a pessimistic bound).
     assert terms.loss.item() == pytest.approx(-(0.1 * 1.0 + 0.2 * 1.28 + 0.3 * -0.8 + 0.4 * -1.8), abs=1e-6)
     assert terms.tokens.item() == 4
@@ -45,10 +50,48 @@ def test_loss_by_hand() -> None:
     assert new.grad.tolist() == pytest.approx([-0.1, 0.0, 0.0, 0.4 * 1.8, 0.0], abs=1e-6)
 
 
+def test_the_other_two_bounds_by_hand() -> None:
+    """Each stops what the first two let through: a ratio that is far off in the direction that the advantage is against."""
+    ratios = torch.tensor([0.04, 0.06, 4.1, 3.9, 4.1, 0.04])
+    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0, -2.0])
+    new = ratios.log().requires_grad_()
+    weights = torch.full((6,), 0.5)
+    terms = policy_loss(new, torch.zeros(6), advantages, weights, Clip(0.2, 0.28, 0.05, 4.0))
+    # Stopped below; free; stopped above; free; PPO's own bounds.
+    each = [2 * 0.05, 2 * 0.06, -2 * 4.0, -2 * 3.9, 2 * 1.28, -2 * 0.8]
+    assert terms.loss.item() == pytest.approx(-0.5 * sum(each), rel=1e-6)
+    terms.loss.backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([0, -0.06, 0, 3.9, 0, 0], rel=1e-5)
+
+
+def test_candidates_are_of_their_own_rows_and_none_is_the_whole_vocabulary() -> None:
+    mask = candidate_mask(torch.tensor([0, 2, 2, 3]), torch.tensor([4, 1, 0], dtype=torch.int32), 5)
+    assert [row.nonzero().flatten().tolist() for row in mask] == [[1, 4], [0, 1, 2, 3, 4], [0]]
+
+
+def test_parts_of_a_state_make_it_up_and_are_a_narrower_model() -> None:
+    model = small()
+    sizes = Sizes(dp=1, cp=1, tp=2)
+    parts = [shard(model.state_dict(), Mesh(sizes, rank)) for rank in range(2)]
+    for name, tensor in model.state_dict().items():
+        dim = divided(name)
+        pieces = [part[name] for part in parts]
+        if dim is None:
+            assert all(torch.equal(piece, tensor) for piece in pieces)
+        else:
+            assert torch.equal(torch.cat(pieces, dim), tensor)
+    assert {name for name in parts[0] if divided(name) is None} == {
+        name for name in parts[0] if "norm" in name or "embed" in name
+    }
+    with pytest.raises(ValueError, match=r"batch.tp 2 does not divide num_key_value_heads 1 of the policy"):
+        divided_config(model.config, 2)
+
+
 def test_garbage_where_no_loss_is_carried_changes_nothing() -> None:
     new = torch.tensor([-1.0, -500.0], requires_grad=True)
     terms = policy_loss(
-        new, torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 9.0]), torch.tensor([1.0, 0.0]), 0.2, 0.28
+        new, torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 9.0]), torch.tensor([1.0, 0.0]), Clip(0.2, 0.28)
     )
     terms.loss.backward()
     assert terms.loss.item() == pytest.approx(-2.0)
@@ -84,7 +127,7 @@ def test_optimizer_state_survives_bytes() -> None:
     step(first, a)
     b = torch.optim.AdamW(second.parameters(), lr=1e-2)
     second.load_state_dict(first.state_dict())
-    optimizer_from_bytes(b, second, optimizer_to_bytes(a, first))
+    optimizer_from_bytes(b, second, optimizer_to_bytes(a, first, Mesh()), Mesh())
     step(first, a)
     step(second, b)
     for x, y in zip(first.parameters(), second.parameters(), strict=True):
@@ -93,5 +136,19 @@ def test_optimizer_state_survives_bytes() -> None:
         optimizer_from_bytes(
             b,
             Llama(first.config.__class__.from_json(first.config.to_json() | {"num_hidden_layers": 3})),
-            optimizer_to_bytes(a, first),
+            optimizer_to_bytes(a, first, Mesh()),
+            Mesh(),
         )
+
+
+def test_what_the_reference_trainer_cannot_do_is_refused_at_the_door() -> None:
+    config = {
+        "batch": {"pp": 2},
+        "pools": [{"name": "p", "harness": "chat"}],
+        "sources": [{"name": "s", "pool": "p", "groups": 1, "environment": {"kind": "arithmetic"}}],
+    }
+    with pytest.raises(ValueError, match=r"batch.pp is 2, and the reference trainer has no pipeline stages"):
+        RunConfig.model_validate(config)
+    RunConfig.model_validate({**config, "trainer": {"kind": "external"}})
+    with pytest.raises(ValueError, match=r"a bound of 0.9 would stop"):
+        RunConfig.model_validate({**config, "trainer": {"kind": "external", "clip_negative_high": 0.9}})
