@@ -86,6 +86,8 @@ ENDINGS: Mapping[str, Ending] = {
     "policy_version": _infra("the engine stayed behind the policy version that is wanted"),
     "store_unavailable": _infra("the payload could not be written"),
     "payload_exists": _infra("another payload stands under the attempt's key"),
+    "routing_layers": _infra("the engine's routing has other layers than batch.pp_layers divides"),
+    "image_missing": _infra("an image that a recovered session shows is not in the store"),
     "event_too_large": _infra("the finished sequence is no legal event"),
     "dead_letter": _infra("the dispatch was delivered too often"),
 }

@@ -22,7 +22,11 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 def taught(*teachers: Teacher, engine: dict[str, Any] | None = None) -> RunConfig:
     config = load(DEMO)
     return config.model_copy(
-        update={"teachers": teachers, "engine": config.engine.model_copy(update=engine or {})}
+        update={
+            "teachers": teachers,
+            "engine": config.engine.model_copy(update=engine or {}),
+            "batch": config.batch.model_copy(update={"token_budget": 9000}),
+        }
     )
 
 
