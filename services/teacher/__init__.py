@@ -139,6 +139,10 @@ class Desk:
     async def _scored(self, fact: SequenceFinished) -> PayloadHeader:
         """The sidecar of the sequence, written; one without rows where nothing carries loss."""
         teacher, store = self._teacher, self._ctx.store
+        for number, context in enumerate(fact.contexts):
+            if context.images and context.loss_tokens():
+                # It would score the placeholders' text.
+                raise Unscorable(f"context {number}: it shows images, and teachers are sent tokens alone")
         spilled = await outlasting(
             lambda: spilled_spans(store, fact.payload, fact.contexts), self._ctx.logger
         )

@@ -25,7 +25,7 @@ from pipeline.store.payload import read_columns, write_sidecar
 from schemas.config import Broker, Teacher
 from schemas.facts import SequenceFinished, SequenceScored
 from schemas.keys import sidecar_key
-from schemas.payload import Span
+from schemas.payload import ImageItem, Span
 from services.cli.embedded import free_port
 from services.teacher import asking, work_name
 from services.teacher.asking import Asker, Unscorable
@@ -164,7 +164,7 @@ async def test_a_teacher_that_is_away_loses_nothing_and_holds_up_no_other_source
         assert waiting.config.max_ack_pending == 8
         assert len(await answers(log, 6)) == await count(log)
         async with listening(policy, port=port):
-            found = await answers(log, 12)
+            found = await answers(log, 14)
             assert [fact.failure for fact in found.values()] == [None] * 12
             told = [record.getMessage() for record in caplog.records if "teacher far" in record.message]
         assert await deliveries(log, "far") == 6
@@ -200,13 +200,14 @@ async def test_what_cannot_be_scored_is_answered_at_once_with_why(
             {"name": "own", "policy": str(policy), "top_k": 2},
         ]
         config = teaching(tmp_path, broker, run_name, teachers, math=["served", "own"])
-        bare, strange, first, lost, torn, other = [
+        bare, strange, first, lost, torn, other, seen = [
             await finished(store, run_name, "math", member, contexts)
             for member, contexts in enumerate(
                 [
                     [(tokens(9), [])],
                     [([1, 2, 99, 3], [(2, 4)])],
                     [([1, 2, 3], [(0, 2)])],
+                    TWO,
                     TWO,
                     TWO,
                     TWO,
@@ -227,11 +228,14 @@ async def test_what_cannot_be_scored_is_answered_at_once_with_why(
         left = await write_sidecar(
             store, sidecar_key(other.payload.key, "teacher.served"), {"logprobs": np.zeros(15, np.float32)}
         )
-        facts: list[SequenceFinished] = [bare, strange, first, lost, torn, other]
+        image = ImageItem(digest="0" * 64, bytes=1, height=28, width=28, patches=4, start=0, end=1)
+        shows = seen.contexts[0].model_copy(update={"images": (image,)})
+        seen = seen.model_copy(update={"contexts": (shows, *seen.contexts[1:])})
+        facts: list[SequenceFinished] = [bare, strange, first, lost, torn, other, seen]
         await log.publish_all([(fact, None) for fact in facts])
         async with serving(config, store):
             found = await answers(log, 12)
-            assert await deliveries(log, "served") == await deliveries(log, "own") == 6
+            assert await deliveries(log, "served") == await deliveries(log, "own") == 7
     for name in ("served", "own"):
         empty = found[bare.sequence, name]
         assert (empty.tokens, empty.failure) == (0, None)
@@ -243,6 +247,7 @@ async def test_what_cannot_be_scored_is_answered_at_once_with_why(
             (first, "its first token carries loss"),
             (lost, "no object"),
             (torn, "is damaged"),
+            (seen, "context 0: it shows images"),
         ]:
             answer = found[fact.sequence, name]
             assert (answer.tokens, answer.scores) == (0, None)
