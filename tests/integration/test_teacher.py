@@ -164,7 +164,7 @@ async def test_a_teacher_that_is_away_loses_nothing_and_holds_up_no_other_source
         assert waiting.config.max_ack_pending == 8
         assert len(await answers(log, 6)) == await count(log)
         async with listening(policy, port=port):
-            found = await answers(log, 14)
+            found = await answers(log, 12)
             assert [fact.failure for fact in found.values()] == [None] * 12
             told = [record.getMessage() for record in caplog.records if "teacher far" in record.message]
         assert await deliveries(log, "far") == 6
@@ -234,7 +234,7 @@ async def test_what_cannot_be_scored_is_answered_at_once_with_why(
         facts: list[SequenceFinished] = [bare, strange, first, lost, torn, other, seen]
         await log.publish_all([(fact, None) for fact in facts])
         async with serving(config, store):
-            found = await answers(log, 12)
+            found = await answers(log, 14)
             assert await deliveries(log, "served") == await deliveries(log, "own") == 7
     for name in ("served", "own"):
         empty = found[bare.sequence, name]
