@@ -10,7 +10,7 @@ STEPS ?= 5
 JOBS ?= auto
 
 # A file's tests share servers, so they stay together; each worker has servers of its own.
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo learn smollm2 scaffolds scaffolds-table scaffolds-docker vllm test coverage lint format clean

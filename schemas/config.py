@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, field_validator, model_validator
 
-from schemas.facts import MAX_BODY
+from schemas.facts import MAX_BODY, MAX_LEFT_OUT
 from schemas.names import Name
 from schemas.parallel import LayoutName, Sizes
 from schemas.section import Section
@@ -227,7 +227,7 @@ class Packer(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="share of a batch's sequences that may be left out because their objects are damaged or gone; beyond it packing stops and says why",
+        description=f"share of a batch's sequences that may be left out because their objects are damaged or gone, and {MAX_LEFT_OUT} at most; beyond it packing stops and says why",
     )
 
 
@@ -372,6 +372,11 @@ class RunConfig(Section):
         if self.trainer.kind == "reference" and self.batch.pp > 1:
             raise ValueError(
                 f"batch.pp is {self.batch.pp}, and the reference trainer has no pipeline stages: set pp to 1, or trainer.kind to external"
+            )
+        if self.trainer.kind == "reference" and "routed_experts" in self.packer.columns:
+            raise ValueError(
+                "packer.columns has routed_experts, which the reference trainer would ignore, as its policy has no experts: leave it out, "
+                "or set trainer.kind to external"
             )
         members = sum(source.groups * source.group_size for source in self.sources)
         if members < self.batch.dp:

@@ -22,6 +22,8 @@ ALL = "all"
 RULES = 3
 """Version of the decision rules: raised when a core decides otherwise on the same events, so that a recorded run names
 the rules that made it."""
+MAX_LEFT_OUT = 480
+"""Sequences that a batch may be planned without: as many names of full length as an event has room for."""
 MAX_REWARD = 1e9
 Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 """Bounded, so that no mean of a group's rewards overflows."""
@@ -518,7 +520,9 @@ class BatchReplanned(Fact):
     step: int = Field(ge=1, description="number of the batch")
     revision: int = Field(ge=1, description="how often the batch has been planned anew, with this time")
     without: tuple[Name, ...] = Field(
-        min_length=1, description="ids of the sequences that are left out, of this and all earlier revisions"
+        min_length=1,
+        max_length=MAX_LEFT_OUT,
+        description="ids of the sequences that are left out, of this and all earlier revisions",
     )
 
     def id(self) -> str:

@@ -2,7 +2,7 @@
 
 Promises:
 - it removes nothing before it has folded the whole log, nothing of a log whose beginning is gone or that it cannot read, and
-  nothing from a place that is another log's: then it says why, and waits for the end of the run;
+  nothing from a place that is another log's, or that an import only borrowed: then it says why, and waits for the end of the run;
 - killed at any time it goes on: what it took and did not remove is taken again, and to remove twice is to remove once;
 - it waits for a store that is away, and the run never waits for it;
 - its snapshot is of one policy: with another, the log is folded anew.
@@ -25,6 +25,7 @@ from pipeline.store.outage import outlasting
 from schemas.envelope import Event
 from schemas.facts import ALL, RunStarted, StepTrained
 from schemas.keys import claim_key
+from services.imported import borrows
 from services.process import Context
 
 _SNAPSHOT_COST = 20
@@ -56,6 +57,11 @@ class _Collector:
 
     async def run(self) -> None:
         """Ends only when nothing may be removed, having said why."""
+        if borrows(self._ctx.config):
+            self._refuse(
+                f"the objects were in {self._ctx.store.url} before this import, and the log that was exported may use them"
+            )
+            return
         await self._restore()
         first = (await self._ctx.log.info()).state.first_seq
         if first > self._kept + 1:

@@ -58,7 +58,7 @@ def columns_of(seed: int, length: int = LENGTH) -> Columns:
     rng = np.random.default_rng(seed)
     mask = (np.arange(length) >= length // 2).astype(np.uint8)
     return {
-        "tokens": rng.integers(1, 999, length, np.int32),
+        "tokens": rng.integers(1, 412, length, np.int32),  # of the tiny policy
         "loss_mask": mask,
         "logprobs": -rng.random(length, np.float32) * mask,
         "policy_version": mask.astype(np.int32),

@@ -1,10 +1,10 @@
-"""A trainer of one's own, whole: one process, a policy of one matrix, a run with `trainer.kind = "external"`.
+"""A trainer of one's own, whole: one process, the tiny policy, a run with `trainer.kind = "external"` and `batch.dp = 1`.
 
     python -m examples.feeds.loop .packtrain/runs/RUN/config.toml
 
 It takes each step once: killed at any moment and started again, it goes on after the last step that it reported, with that
 step's weights and optimizer. With several ranks, sum the gradients and agree on the revision between the loop over
-micro-batches and the optimizer; only rank 0 reports.
+micro-batches and the optimizer; only rank 0 reports. The engine loads the weights that it reports: a safetensors file of the policy.
 """
 
 import io
@@ -15,15 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.engines.policies import policy_dir
+from pipeline.engines.tiny.model import Llama, load_model, weights_from_bytes, weights_to_bytes
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.reporting import BlockingReports, Reports
 from schemas.config import RunConfig
 from services.cli.reach import read_record
+from services.trainer.model import label_logprobs
 
-VOCABULARY = 1 << 10
 
-
-def backward(policy: torch.nn.Module, feed: Feed, step: int) -> tuple[float, float, int]:
+def backward(policy: Llama, feed: Feed, step: int) -> tuple[float, float, int]:
     """Gradients of a step's loss, its KL and its loss tokens."""
     revision = 0
     while True:
@@ -39,12 +40,10 @@ def backward(policy: torch.nn.Module, feed: Feed, step: int) -> tuple[float, flo
         # It was planned anew meanwhile, without a sequence whose object is damaged: all of a step is of one plan.
 
 
-def _micro_batch(policy: torch.nn.Module, window: dict[str, Tensor]) -> Tensor:
+def _micro_batch(policy: Llama, window: dict[str, Tensor]) -> Tensor:
     """Sums of the loss, the KL and the tokens; PPO's objective (arXiv:1707.06347, eq. 7), each token with its weight."""
-    logits = policy(window["tokens"] % VOCABULARY)
-    labels = (window["labels"] % VOCABULARY).unsqueeze(-1)
-    ratio_log = logits.log_softmax(-1).gather(-1, labels).squeeze(-1) - window["logprobs"]
-    ratio_log = ratio_log * window["loss_mask"]
+    logprobs = label_logprobs(policy, window["tokens"], window["labels"], window["cu_seqlens_padded"])
+    ratio_log = (logprobs - window["logprobs"]) * window["loss_mask"]
     ratio, advantages = ratio_log.exp(), window["advantages"]
     gained = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     loss = -(window["loss_weights"] * gained).sum()
@@ -59,11 +58,11 @@ def saved(state: dict[str, object]) -> bytes:
 
 
 def train(config: RunConfig, rank: int = 0, timeout_s: float | None = None) -> None:
-    policy = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+    policy = load_model(policy_dir(config.engine.policy))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.trainer.lr)
     with BlockingReports(Reports.of(config)) as reports, open_feed(config, rank, timeout_s=timeout_s) as feed:
         if reports.last is not None:
-            policy.load_state_dict(torch.load(io.BytesIO(reports.fetch(reports.last.weights))))
+            policy.load_state_dict(weights_from_bytes(reports.fetch(reports.last.weights)))
             optimizer.load_state_dict(torch.load(io.BytesIO(reports.fetch(reports.last.optimizer))))
         for step in range(reports.last.step + 1 if reports.last else 1, config.steps + 1):
             began = time.monotonic()
@@ -72,7 +71,7 @@ def train(config: RunConfig, rank: int = 0, timeout_s: float | None = None) -> N
             optimizer.step()
             reports.trained(
                 step,
-                weights=saved(policy.state_dict()),
+                weights=weights_to_bytes(policy.state_dict()),
                 optimizer=saved(optimizer.state_dict()),
                 loss=loss,
                 grad_norm=float(norm),

@@ -3,6 +3,8 @@
 Promises:
 - `batch.replanned` is decided once for each sequence that is quarantined, in the order in which the log has them: revision n of
   a batch leaves out its first n. Told again of one, it says the same again;
+- no batch leaves out more than an event can name, `MAX_LEFT_OUT`: of what is lost beyond that nothing is decided, and packers
+  refuse the step;
 - of a batch that is trained, or not yielded, and of a sequence that is not in the batch, nothing is decided;
 - state is the ids of the sequences of batches that are yielded and not trained, of which there are few.
 """
@@ -13,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.facts import BatchReplanned, SequenceQuarantined
+from schemas.facts import MAX_LEFT_OUT, BatchReplanned, SequenceQuarantined
 
 
 @dataclass(slots=True)
@@ -35,7 +37,9 @@ class Quarantine:
     def quarantined(self, fact: SequenceQuarantined) -> None:
         batch = self._batches.get(fact.step)
         if batch is not None and batch.get(fact.sequence) == 0:
-            batch[fact.sequence] = max(batch.values()) + 1
+            newest = max(batch.values())
+            if newest < MAX_LEFT_OUT:
+                batch[fact.sequence] = newest + 1
 
     def replanned(self, fact: SequenceQuarantined) -> BatchReplanned | None:
         """What is decided on a fact that is folded."""

@@ -222,7 +222,7 @@ class Session:
     async def _sample(self, turn: Turn, call: Call, kind: Kind) -> Answer:
         asked, match, rendered = await self._prepare(call.dialogue)
         if self._showing is not None:
-            self._showing.see(asked[match.steps :])
+            self._showing.see(asked)
         await self._judging.results(asked, match)
         try:
             prompt_lead, opening = self._renderer.lead(call.tool_choice)

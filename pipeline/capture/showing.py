@@ -42,7 +42,8 @@ class Rendered:
 class Showing:
     """How one policy is shown images. Safe to share between threads.
 
-    token: id of the placeholder. seen: is given the images of steps that are to enter a tree, on the event loop."""
+    token: id of the placeholder. seen: is given the images of a dialogue that the policy is asked to go on with, on the event
+    loop; with each request anew, as agents send them, so that what could not be done with one is tried again."""
 
     def __init__(
         self, token: int, vision: Vision, seen: Callable[[Image], None] = lambda image: None
@@ -54,7 +55,7 @@ class Showing:
         Picture.preinit()
 
     def see(self, steps: Sequence[Step]) -> None:
-        """They are new, and the policy is asked to go on after them."""
+        """The policy is asked to go on after them."""
         for image in _images(message for step in steps for message in step.messages):
             self._seen(image)
 

@@ -1,8 +1,8 @@
 """Images from the store as pixels, straight into the window of the rank that encodes them.
 
-Promises: what is decoded is what was seen: its SHA-256 is the item's digest and its size the item's, told by the header before
-a pixel is unpacked, so no small object becomes a large picture; no more than a few images are held at once beside the window;
-an object that is not such an image is damaged, by its key.
+Promises: what is decoded is what was seen: its SHA-256 is the item's digest and its sizes the item's, told by the store before a
+byte is fetched and by the header before a pixel is unpacked, so no object becomes larger than it was planned to be; no more than
+a few images are held at once beside the window; an object that is not such an image is damaged, by its key.
 
 Pixels are what vLLM's and transformers' processors make of an image before they resize it: RGB; where it is transparent, white
 shows; of an animation the first picture; as it is stored, whatever its EXIF says of turning it.
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from pipeline.store import ObjectDamaged, ObjectStore
 from pipeline.vision.owners import Encode
@@ -40,7 +40,8 @@ async def fetch_pixels(
     async def one(image: Encode) -> None:
         async with slots:
             key = image_key(run, image.item.digest)
-            data = await store.get(key)
+            size = image.item.bytes
+            (data,) = await store.get_ranges(key, [(0, size)], size=size)
             place = out[image.start : image.end].reshape(image.shape)
             await asyncio.to_thread(decode, key, data, image.item, place)
 
@@ -50,7 +51,7 @@ async def fetch_pixels(
             raise error
 
 
-def decode(key: str, data: bytes, item: ImageItem, out: NDArray[np.uint8]) -> None:
+def decode(key: str, data: bytes | memoryview, item: ImageItem, out: NDArray[np.uint8]) -> None:
     """The image's pixels into `out`, uint8 [height, width, 3]. Raises ObjectDamaged."""
     digest = hashlib.sha256(data).hexdigest()
     if digest != item.digest:
@@ -63,8 +64,11 @@ def decode(key: str, data: bytes, item: ImageItem, out: NDArray[np.uint8]) -> No
                     f"it is {image.height} x {image.width} pixels, its item says {item.height} x {item.width}",
                 )
             out[:] = np.asarray(_rgb(image))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, UnidentifiedImageError) as error:
-        raise ObjectDamaged(key, f"it cannot be decoded: {error}") from error
+    except (ObjectDamaged, MemoryError):
+        raise
+    # Agents show what they like, of which capture has read the header alone: Pillow's readers raise anything over the rest.
+    except Exception as error:
+        raise ObjectDamaged(key, f"it cannot be decoded: {error!r}") from error
 
 
 def _rgb(image: Image.Image) -> Any:

@@ -32,6 +32,8 @@ from pipeline.feed.wire import (
 
 _LOG = logging.getLogger("packtrain.feed")
 _BACKLOG = 64
+_REASON = 2000
+"""Characters of a refusal's reason: a message has room for them, even if JSON makes six bytes of each."""
 
 
 class WindowRefused(Exception):
@@ -175,16 +177,21 @@ class _Rank:
         try:
             answer, fd = await self._windows.hold(self, window, revision)
         except WindowRefused as refusal:
-            answer = Answer(step=window.step, microbatch=window.microbatch, error=str(refusal)[:4000])
+            answer = Answer(step=window.step, microbatch=window.microbatch, error=str(refusal)[:_REASON])
             fd = None
         except Exception:
             # A fault of the packer's own: the rank must not wait for ever for an answer that will not come.
             _LOG.exception("no answer for step %d micro-batch %d", *window)
             self._hang_up()
             return
-        # A broken connection is seen by the reading side.
-        with contextlib.suppress(ConnectionError):
+        try:
             await self._send(frame(answer), fd)
+        except ConnectionError:
+            pass  # seen by the reading side
+        except OSError as error:
+            # Too many descriptors on their way, say: the rank asks again.
+            _LOG.warning("step %d micro-batch %d cannot be handed over: %s", *window, error)
+            self._hang_up()
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):

@@ -84,7 +84,8 @@ class Held:
 class RetentionCore:
     """See the module's promises. `take` is what it decides: it is told the policy, which is no part of the state."""
 
-    STATE_VERSION: ClassVar[int] = 1
+    STATE_VERSION: ClassVar[int] = 100 * 1 + SamplerCore.STATE_VERSION
+    """The sampler's state is a part of this one."""
 
     def __init__(self, run: str) -> None:
         self.run = run

@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
@@ -112,7 +113,7 @@ def encode(key: str, columns: Mapping[str, Pieces], required: Collection[str] = 
 
 
 def parse(key: str, text: memoryview, size: int) -> PayloadHeader:
-    """The header from the object's own; raises ValueError, KeyError or TypeError on anything else."""
+    """The header from the object's own; raises ValueError, LookupError or TypeError on anything else."""
     content = _HEADER.validate_json(bytes(text))
     metadata = content.pop("__metadata__")
     if metadata["version"] != str(PAYLOAD_VERSION):
@@ -125,7 +126,7 @@ def parse(key: str, text: memoryview, size: int) -> PayloadHeader:
             shape=tensor["shape"],
             offset=base + tensor["data_offsets"][0],
             bytes=tensor["data_offsets"][1] - tensor["data_offsets"][0],
-            crc32c=json.loads(metadata[f"crc32c.{name}"]),
+            crc32c=orjson.loads(metadata[f"crc32c.{name}"]),
         )
         for name, tensor in content.items()
     ]

@@ -31,7 +31,7 @@ async def read_header(store: ObjectStore, key: str) -> PayloadHeader:
     (text,) = await store.get_ranges(key, [(PREFIX, PREFIX + length)], size=size)
     try:
         return parse(key, text, size)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise ObjectDamaged(key, f"its header is no payload header ({error})") from error
 
 

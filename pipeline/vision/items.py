@@ -6,7 +6,6 @@ multiples of patch * merge, the area is within the limits, the ratio is kept as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
@@ -67,12 +66,3 @@ def cost(item: ImageItem, linear: float, quadratic: float) -> float:
 def shown(context: ContextMeta, skip: int = 0) -> tuple[ImageItem, ...]:
     """The images of which some token is left when the context's first `skip` tokens are left out, in order."""
     return tuple(image for image in context.images if image.end > skip)
-
-
-def showing(sequences: Iterable[tuple[str, tuple[ContextMeta, ...]]], digest: str) -> tuple[str, ...]:
-    """The ids of the sequences, given as (id, contexts), that show the image."""
-    return tuple(
-        name
-        for name, contexts in sequences
-        if any(image.digest == digest for context in contexts for image in context.images)
-    )

@@ -192,6 +192,20 @@ def window_images(
     )
 
 
+def showing(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Of each image the sequences that depend on it, as indices into the plan's: those with a row that shows it."""
+    if plan.images is None:
+        return {}
+    rows = plan.rows
+    found: dict[str, dict[int, None]] = {}
+    for sequence, context, skip in zip(
+        rows.sequence, rows.context, rows.skip or [0] * len(rows.sequence), strict=True
+    ):
+        for image in shown(plan.sequences[sequence].contexts[context], skip):
+            found.setdefault(image.digest, {})[sequence] = None
+    return {digest: tuple(sequences) for digest, sequences in found.items()}
+
+
 class _Round:
     """The packs of one micro-batch number, by (dp, group), each the plan's rows in it, and the images that they show."""
 

@@ -32,7 +32,6 @@ from services.cli.claim import claim_key, open_place
 from services.cli.embedded import BadInput, LaunchError, is_embedded, make_directory
 from services.cli.progress import progress
 from services.cli.reach import (
-    BORROWED,
     GIVEN,
     IMPORTING,
     RECORD,
@@ -44,6 +43,7 @@ from services.cli.reach import (
     read_record,
 )
 from services.cli.summary import size
+from services.imported import BORROWED
 
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 64 << 20

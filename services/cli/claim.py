@@ -30,17 +30,14 @@ async def open_place(config: RunConfig, resumed: bool) -> ObjectStore:
         from pipeline.store.bucket import ensure_bucket
 
         await asyncio.to_thread(ensure_bucket, config.store)
-        if config.retention.expire_days:
-            from pipeline.store.expiry import set_expiry
-
-            await asyncio.to_thread(set_expiry, config.store, config.run, config.retention.expire_days)
     if not resumed and await store.size(claim_key(config.run)) is not None:
         raise _taken(config)
     return store
 
 
 async def claim(store: ObjectStore, config: RunConfig, log_id: str, begun: bool) -> None:
-    """Writes the claim of the log whose `run.started` has this id, or finds it.
+    """Writes the claim of the log whose `run.started` has this id, or finds it; then has the bucket expire the run's payloads
+    where that is configured: never those of a run whose place it is not.
 
     `begun`: the log has more than `run.started`, so that its objects must be here. Raises StoreError, LaunchError.
     """
@@ -70,6 +67,10 @@ async def claim(store: ObjectStore, config: RunConfig, log_id: str, begun: bool)
         found = await store.get(key)
     if found != mine:
         raise _taken(config)
+    if config.retention.expire_days and config.store.url.startswith("s3://"):
+        from pipeline.store.expiry import set_expiry
+
+        await asyncio.to_thread(set_expiry, config.store, config.run, config.retention.expire_days)
 
 
 def _taken(config: RunConfig) -> LaunchError:

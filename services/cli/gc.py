@@ -30,8 +30,9 @@ from schemas.envelope import Event
 from schemas.keys import claim_key, run_prefix
 from services.cli.embedded import BadInput, LaunchError
 from services.cli.progress import progress
-from services.cli.reach import BORROWED, find_run, home_of, open_log
+from services.cli.reach import find_run, open_log
 from services.cli.summary import size
+from services.imported import borrows
 
 IMAGE, ORPHAN = "image", "orphan"
 TOLD = {
@@ -73,7 +74,7 @@ def collect(request: Request, tell: Callable[[str], None], show: Callable[[Table
             f"run {config.run} keeps everything: it has no [retention]; give --rejected-steps, --consumed-steps or "
             "--checkpoint-steps, or --orphans"
         )
-    if config.directory and (home_of(Path(config.directory), config.run) / BORROWED).exists():
+    if borrows(config):
         raise LaunchError(
             f"the objects of run {config.run} were in {config.store.url} before its import: the log that was exported may still use "
             "them, and nothing was removed"

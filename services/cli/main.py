@@ -213,7 +213,13 @@ def service(
         ),
     ],
     config: Annotated[Path, typer.Option(help="The run's config.toml.")],
-    index: Annotated[int, typer.Option(min=0, help="Which host, packer or rank this is.")] = 0,
+    index: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Which host, packer (cp fastest, then dp, pp) or rank (tp fastest, then cp, dp, pp) this is.",
+        ),
+    ] = 0,
     pool: Annotated[str, typer.Option(help="The harness host's pool.")] = "",
 ) -> None:
     """Run one service, as every deployment does."""

@@ -31,8 +31,6 @@ GIVEN = "given.toml"
 """The configuration that the run was started with: what `packtrain runs resume` starts again."""
 IMPORTING = "importing.toml"
 """What becomes the record of a run when its import is complete."""
-BORROWED = "borrowed-objects"
-"""A file beside the record of an import whose objects were in the store before it: another broker's log may use them."""
 PATHS: dict[str, tuple[str, ...]] = {
     "broker": ("token_file",),
     "store": ("credentials_file",),

@@ -32,9 +32,10 @@ from services.cli.claim import claim_key
 from services.cli.embedded import LaunchError
 from services.cli.launcher import find_launcher, holder
 from services.cli.live import counted
-from services.cli.reach import BORROWED, IMPORTING, RECORD, home_of, inside
+from services.cli.reach import IMPORTING, RECORD, home_of, inside
 from services.cli.run_control import Place, ending, log_of, place_of
 from services.cli.summary import size
+from services.imported import BORROWED
 
 Say = Callable[[str], None]
 Ask = Callable[[str], bool]
@@ -103,7 +104,9 @@ async def _remove(directory: Path, home: Path, run: str, given: Broker | None, a
             await store.remove([key for key in found.objects if key != claim_key(run)])
             _sweep(store.url, run)
         record = place.record
-        if record is not None and record.retention.expire_days and record.store.url.startswith("s3://"):
+        expires = record is not None and record.retention.expire_days and record.store.url.startswith("s3://")
+        if record is not None and expires and not found.left:
+            # Of objects that are another log's the rule is that log's, too.
             from pipeline.store.expiry import set_expiry
 
             await asyncio.to_thread(set_expiry, record.store, run, 0)

@@ -124,7 +124,8 @@ def _image(
         from pipeline.feed.pixels import fetch_pixels
 
         size = image.end - image.start
-        async with gate.entered(at, size):
+        # The object, its picture as it is decoded, and its pixels.
+        async with gate.entered(at, image.item.bytes + 2 * size):
             pixels = np.zeros(size, np.uint8)
             await fetch_pixels(store, run_id, (image._replace(start=0, end=size),), pixels)
             await _in_thread(size, draft.write, "images.pixels", image.start, pixels)

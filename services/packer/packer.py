@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipeline.feed.wire import Answer
 from pipeline.log import end_tasks
 from pipeline.store import ObjectDamaged, ObjectMissing, StoreError
 from pipeline.store.outage import outlasting
+from pipeline.vision.owners import showing
 from schemas.envelope import Event
 from schemas.facts import BatchReplanned, BatchYielded, SequenceQuarantined, StepTrained
 from schemas.parallel import Coordinate
@@ -75,6 +76,8 @@ class Packer:
         self._asks: list[_Ask] = []
         self._gate = Gate(IN_FLIGHT)
         self._planning = asyncio.Lock()
+        self._planning_anew: set[int] = set()
+        """Steps of which a revision is on its way."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when a window's building met what nobody foresaw."""
@@ -101,9 +104,19 @@ class Packer:
             if fact.revision > self._revisions.get(fact.step, _NONE).number:
                 self._revisions[fact.step] = Revision(fact.revision, frozenset(fact.without))
                 self._settle()
-                step = self._steps.get(fact.step)
-                if step is not None:
-                    await self._load(step.event, step.fact)
+                if fact.step in self._steps and fact.step not in self._planning_anew:
+                    self._planning_anew.add(fact.step)
+                    self._start(self._plan_anew(fact.step))
+
+    async def _plan_anew(self, step: int) -> None:
+        """In the newest revision: those that come while this goes on are planned together, as each reads the whole plan."""
+        planned = -1
+        try:
+            while (kept := self._steps.get(step)) is not None and self._revision(step).number > planned:
+                planned = self._revision(step).number
+                await self._load(kept.event, kept.fact)
+        finally:
+            self._planning_anew.discard(step)
 
     def trained(self, step: int) -> None:
         """Steps up to this one are never asked for again: one step, one parent checkpoint."""
@@ -258,22 +271,32 @@ class Packer:
                 body = await outlasting(lambda: self._ctx.store.get(fact.plan), self._ctx.logger)
                 plan = await asyncio.to_thread(parse, body, self._ctx.run, fact)
                 step.sequences = len(plan.sequences)
+                shows = await asyncio.to_thread(showing, plan)
                 for number in range(plan.microbatches):
-                    await self._plan(plan, WindowId(fact.step, number), step)
-            except (StoreError, ValueError, IndexError) as error:
+                    await self._plan(plan, shows, WindowId(fact.step, number), step)
+            except (StoreError, ValueError, LookupError) as error:
                 step.unusable = f"the plan of step {fact.step} cannot be used: {error}"
                 self._ctx.logger.error(step.unusable, extra={"step": fact.step})
                 if fact.step > self._trained:
                     self._steps[fact.step] = step
                 self._settle()
 
-    async def _plan(self, plan: Plan, window: WindowId, step: Step) -> None:
+    async def _plan(
+        self, plan: Plan, shows: Mapping[str, Sequence[int]], window: WindowId, step: Step
+    ) -> None:
         made = step.windows.get(window.microbatch)
         # Another revision may come while one is planned.
         while made is None or not current(made, self._revision(window.step)):
             revision = self._revision(window.step)
             made = await asyncio.to_thread(
-                planned, plan, self._ctx.config, self._coordinate, window.microbatch, step.event, revision
+                planned,
+                plan,
+                shows,
+                self._ctx.config,
+                self._coordinate,
+                window.microbatch,
+                step.event,
+                revision,
             )
         if window.step <= self._trained:
             return
@@ -331,7 +354,7 @@ class Packer:
     async def _tell(self, facts: Sequence[SequenceQuarantined], event: Event) -> None:
         for fact in facts:
             await self._ctx.log.publish(fact, cause=event)
-            message = "sequence %s is in quarantine: %s"
+            message = "sequence %s is in quarantine, and its windows wait for the sampler to plan the batch without it: %s"
             self._ctx.logger.warning(message, fact.sequence, fact.detail, extra={"step": fact.step})
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -3,12 +3,13 @@
 Promises:
 - a window is of the newest revision of its batch in what matters to it: once the batch is planned anew without a sequence of
   its own, it is to be planned again, and not to be built before;
-- a batch loses at most `packer.quarantine` of its sequences, and one at least, unless that share is 0.
+- a batch loses at most `packer.quarantine` of its sequences, and one at least, unless that share is 0; never more than an event
+  can name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -19,14 +20,13 @@ from pydantic import ValidationError
 from pipeline.batch.windows import Window, estimate, meta, plan_window, shapes
 from pipeline.feed.memfd import Layout, plan_layout
 from pipeline.store import ObjectDamaged, ObjectMissing
-from pipeline.vision.items import showing
 from pipeline.vision.owners import IMAGE_ARRAYS, WindowImages, window_images
 from schemas.config import Packer, RunConfig
 from schemas.envelope import Event
-from schemas.facts import BatchYielded, SequenceQuarantined
+from schemas.facts import MAX_LEFT_OUT, BatchYielded, SequenceQuarantined
 from schemas.keys import image_key
 from schemas.parallel import Coordinate
-from schemas.plan import Plan
+from schemas.plan import Plan, PlanSequence
 
 
 class Lost(NamedTuple):
@@ -35,6 +35,10 @@ class Lost(NamedTuple):
     source: str
     sample: str
     sequence: str
+
+
+def _lost(sequence: PlanSequence) -> Lost:
+    return Lost(sequence.source, sequence.sample, sequence.sequence)
 
 
 @dataclass(eq=False)
@@ -89,7 +93,8 @@ def may_be_built(step: Step, planned: Planned, revision: Revision) -> bool:
 def too_many(packer: Packer, number: int, step: Step, revision: Revision) -> str | None:
     """Why the step cannot be trained without the sequences that it has lost, if it has lost too many."""
     lost = len(revision.without | step.found.keys())
-    allowed = max(1, int(packer.quarantine * step.sequences)) if packer.quarantine else 0
+    share = max(1, int(packer.quarantine * step.sequences)) if packer.quarantine else 0
+    allowed = min(share, MAX_LEFT_OUT)
     if lost <= allowed:
         return None
     last = next(reversed(step.found.values()), "")
@@ -146,9 +151,16 @@ def parse(body: bytes, run: str, fact: BatchYielded) -> Plan:
 
 
 def planned(
-    plan: Plan, config: RunConfig, at: Coordinate, microbatch: int, event: Event, revision: Revision
+    plan: Plan,
+    shows: Mapping[str, Sequence[int]],
+    config: RunConfig,
+    at: Coordinate,
+    microbatch: int,
+    event: Event,
+    revision: Revision,
 ) -> Planned:
-    """The window of a coordinate. Raises ValueError on what is outside the plan, or what its payloads contradict."""
+    """The window of a coordinate. `shows`: `showing` of the plan. Raises ValueError on what is outside the plan, or what its
+    payloads contradict, KeyError on a payload without a column that it must have."""
     without = revision.without
     window = plan_window(
         plan,
@@ -165,16 +177,12 @@ def planned(
     images = window_images(plan, at.dp, microbatch, at.cp, without) if at.pp == 0 else None
     owners: dict[str, tuple[Lost, ...]] = {}
     for row in window.rows:
-        of = plan.sequences[plan.rows.sequence[row.index]]
         for header in (row.payload, row.sidecar):
             if header is not None:
-                owners[header.key] = (Lost(of.source, of.sample, of.sequence),)
-    by_name = {each.sequence: each for each in plan.sequences} if images is not None else {}
+                owners[header.key] = (_lost(plan.sequences[plan.rows.sequence[row.index]]),)
     for each in images.encode if images is not None else ():
-        shown = showing(((s.sequence, s.contexts) for s in plan.sequences), each.item.digest)
-        owners[image_key(plan.run, each.item.digest)] = tuple(
-            Lost(by_name[name].source, by_name[name].sample, name) for name in shown
-        )
+        digest = each.item.digest
+        owners[image_key(plan.run, digest)] = tuple(_lost(plan.sequences[i]) for i in shows[digest])
     sequences = frozenset(lost.sequence for each in owners.values() for lost in each)
     return Planned(
         event=event,

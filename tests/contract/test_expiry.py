@@ -11,10 +11,13 @@ import pytest
 from minio.commonconfig import ENABLED, Filter
 from minio.lifecycleconfig import Expiration, LifecycleConfig, Rule
 
+from pipeline.config import load
 from pipeline.store import StoreUnavailable
 from pipeline.store.bucket import bucket_of, speaking
 from pipeline.store.expiry import set_expiry
 from schemas.config import Store as StoreConfig
+from services.cli.claim import claim, open_place
+from services.cli.embedded import LaunchError
 
 
 def rules(config: StoreConfig) -> dict[str, int]:
@@ -43,6 +46,26 @@ def test_a_run_has_its_rule_and_the_bucket_keeps_its_others(s3_config: StoreConf
     assert set_expiry(s3_config, "two", 0)
     assert not set_expiry(s3_config, "two", 0)
     assert rules(s3_config) == {"backups/": 30, one: 8}
+
+
+async def test_a_run_has_no_rule_in_the_place_of_another(s3_config: StoreConfig) -> None:
+    demo = load(Path(__file__).parents[2] / "examples" / "demo.toml")
+    asked = demo.model_copy(
+        update={
+            "run": "taken",
+            "store": s3_config,
+            "retention": demo.retention.model_copy(update={"expire_days": 7}),
+        }
+    )
+    store = await open_place(asked, resumed=False)
+    await claim(store, demo.model_copy(update={"run": "taken", "store": s3_config}), "its log", begun=False)
+    for refused in (open_place(asked, resumed=False), claim(store, asked, "another log", begun=False)):
+        with pytest.raises(LaunchError, match="another run"):
+            await refused
+    mine = "some/prefix/runs/taken/payloads/"
+    assert mine not in rules(s3_config)
+    await claim(store, asked, "its log", begun=False)
+    assert rules(s3_config)[mine] == 7
 
 
 STRANGE = (

@@ -22,6 +22,7 @@ from schemas.envelope import Event
 from schemas.facts import StepTrained
 from schemas.keys import claim_key
 from services import collector
+from services.imported import BORROWED
 from services.process import Context
 from tests.log_parts import until
 from tests.natsserver import NatsServer
@@ -90,7 +91,7 @@ async def removed(store: ObjectStore, doomed: set[str], deadline_s: float = 60.0
 
 
 async def test_it_waits_for_the_store_and_goes_on_after_its_end_and_removes_nothing_else(
-    s3: S3Server, log: Log, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    s3: S3Server, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(collector, "SNAPSHOT_EVERY", 1)
     monkeypatch.setattr(collector, "_SNAPSHOT_COST", 0)
@@ -116,6 +117,13 @@ async def test_it_waits_for_the_store_and_goes_on_after_its_end_and_removes_noth
         await until(lambda: "does not name this log" in caplog.text)
     assert await keys(store) == before
     await store.create(claim_key("r"), orjson.dumps({"log": early[0].event.id}))
+    imported = config.model_copy(update={"directory": str(tmp_path)})
+    borrowed = tmp_path / "runs" / "r" / BORROWED
+    borrowed.parent.mkdir(parents=True)
+    borrowed.touch()
+    async with collecting(imported, log, store):
+        await until(lambda: "before this import" in caplog.text)
+    assert await keys(store) - {claim_key("r")} == before
     async with collecting(config, log, store) as ctx:
         doomed = expected(world.log[: trained[1]]) & before
         assert doomed

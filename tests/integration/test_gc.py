@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 import pytest
+from nats.js.errors import NotFoundError
 
 from pipeline.config import dumps
 from pipeline.log import Log
@@ -22,6 +25,7 @@ from schemas.config import Broker, RunConfig
 from schemas.config import Store as StoreConfig
 from schemas.facts import BatchYielded, SequenceFinished
 from schemas.keys import artefact_key, claim_key, plan_key
+from services.cli import run_removal
 from tests import commands
 from tests.commands import PACKTRAIN
 from tests.retention_parts import Stored
@@ -77,7 +81,8 @@ async def run(broker: Broker, tmp_path: Path) -> AsyncIterator[Run]:
         await store.create(claim_key("r"), orjson.dumps({"log": published[0].event.id}))
         yield Run(world, config, store, tmp_path, {k: why for k, why in doomed.items() if k in world.written})
     finally:
-        await log.js.delete_stream(log.stream)
+        with suppress(NotFoundError):
+            await log.js.delete_stream(log.stream)
         await log.close()
 
 
@@ -163,3 +168,30 @@ async def test_a_place_that_is_another_logs_or_a_log_that_this_release_cannot_re
     await log.close()
     assert "cannot be read" in gc(run, "--consumed-steps", "1", "--apply", status=1)
     assert await run.keys() == before
+
+
+@pytest.mark.parametrize("borrowed", [False, True])
+async def test_a_bucket_forgets_a_run_that_is_removed_but_not_one_whose_objects_stay(
+    run: Run, monkeypatch: pytest.MonkeyPatch, borrowed: bool
+) -> None:
+    ruled: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(
+        "pipeline.store.expiry.set_expiry", lambda store, name, days: ruled.append((store.url, name, days))
+    )
+    monkeypatch.setattr(run_removal, "_store", lambda *_: run.store)
+    home = run.directory / "runs" / "r"
+    bucket = run.config.model_copy(
+        update={
+            "store": StoreConfig(url="s3://bucket/prefix"),
+            "retention": run.config.retention.model_copy(update={"expire_days": 3}),
+        }
+    )
+    (home / "config.toml").write_text(dumps(bucket))
+    if borrowed:
+        (home / "borrowed-objects").touch()
+    before = await run.keys()
+    told: list[str] = []
+    assert await asyncio.to_thread(run_removal.remove, run.directory, "r", None, lambda _: True, told.append)
+    assert not home.exists()
+    assert await run.keys() == (before if borrowed else set())
+    assert ruled == ([] if borrowed else [("s3://bucket/prefix", "r", 0)]), told

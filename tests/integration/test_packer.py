@@ -26,6 +26,7 @@ from tests.packer_parts import (
     packer,
     publish_trained,
     take,
+    until,
     yield_batch,
 )
 
@@ -127,13 +128,13 @@ async def test_a_window_over_the_budget_is_refused_with_the_number_needed(
     await yield_batch(log, store, 1)
     needed = r"needs \d+ bytes, packer\.memory_bytes is 1000; raise it to at least \d+"
     async with packer(changed(packer_config, memory_bytes=1000), log):
+        # Told when the batch comes, for each of its windows, before anybody asks.
+        await until(lambda: len(re.findall(needed, caplog.text)) == MICROBATCHES)
         with (
             Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed,
             pytest.raises(FeedError, match=needed),
         ):
             await asyncio.to_thread(take, feed, 1)
-    # Told when the batch came, for each of its windows, before anybody asked.
-    assert len(re.findall(needed, caplog.text)) == MICROBATCHES
 
 
 async def test_a_packer_without_room_for_its_largest_window_does_not_start(

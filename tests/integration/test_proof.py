@@ -166,6 +166,7 @@ async def packers(
             "engine": {"max_context": 512},
             "batch": SETTINGS["zigzag_pack"].model_dump(),
             "packer": {"socket_dir": str(directory), "columns": ["routed_experts", "candidates"]},
+            "trainer": {"kind": "external"},
             "pools": [{"name": "p", "harness": "chat"}],
             "sources": [
                 {

@@ -120,7 +120,7 @@ async def test_payloads_have_a_placeholder_for_each_row_and_engines_get_one_an_i
     await complete(session, "1", asking(("see ", a, a, " and")))
     await complete(session, "2", asking(("see ", a, a, " and"), "ok", ("now", b)))
     fork = await complete(session, "3", asking(("see ", a, a, " and"), "ok", (b, b)))
-    assert seen == [a, a, b, b, b]
+    assert seen == [a, a, a, a, b, a, a, b, b]
     # 8 x 12 pixels are 2 x 3 tokens of 4 x 4.
     prompt = engine.prompts[1]
     assert prompt.count(TOKEN) == 6 + 6 + 1
@@ -337,6 +337,22 @@ async def uploaded(turns: int, siblings: int, height: int, width: int) -> tuple[
     await uploads.settle(digests)
     assert len(digests) == len(counting.puts)
     return len(counting.puts), sent
+
+
+async def test_an_upload_that_an_outage_ended_begins_anew_with_the_next_turn() -> None:
+    counting, image = Counting(), a_picture(8, 12)
+    uploads = uploads_to(counting)
+    session = tenant(Engine(), Showing(TOKEN, SMALL, uploads.see))
+    counting.failure = StoreUnavailable("memory:", "no", "wait")
+    await complete(session, "1", asking(("see ", image)))
+    with pytest.raises(StoreUnavailable):
+        await uploads.settle([image.digest])
+    counting.failure = None
+    # The agent sends the image again; its turn is known, and in the tree.
+    await complete(session, "2", asking(("see ", image), "ok", "and now?"))
+    assert len(session.export().contexts) == 1
+    await uploads.settle([image.digest])
+    assert counting.puts == [image_key("r", image.digest)]
 
 
 class Told:

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from pipeline.batch.layouts import LAYOUTS
+from pipeline.batch.windows import PACKED
 from pipeline.config import loads
 from pipeline.graders import base as graders
+from pipeline.retention.core import REASONS
 from pipeline.signal import hooks, rules
+from pipeline.store.policies import SERVICES as POLICIES
+from pipeline.vision.owners import IMAGE_ARRAYS
+from schemas.config import Batch, Packer, Retention, Vision
 from schemas.facts import FACTS
+from schemas.payload import COLUMNS
 from schemas.signal import Grader, Mixer, Teacher
 from schemas.sources import Accept
 from services.cli.check import faults
@@ -38,6 +45,28 @@ def test_every_option_and_service_is_described() -> None:
 def test_the_configuration_of_the_signal_is_one() -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", SIGNAL.read_text(), re.DOTALL)
     assert faults(loads(text, "docs/signal.md")) == []
+
+
+@pytest.mark.parametrize("page", ["porter.md", "images.md"])
+def test_the_configurations_of_pages_are_ones(page: str) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert faults(loads(text, page)) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("porter.md", {*LAYOUTS, *PACKED, *COLUMNS, *Batch.model_fields, *Packer.model_fields}),
+        ("images.md", {*IMAGE_ARRAYS, *Vision.model_fields}),
+        ("retention.md", {*Retention.model_fields, *REASONS, *POLICIES}),
+    ],
+)
+def test_layouts_arrays_and_sections_are_described(page: str, names: set[str]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    told = {*re.findall(r"`([\w.-]+)`", text), *re.findall(r"^(\w+) = ", text, re.MULTILINE)}
+    # A key may be told with its section.
+    told |= {each.rpartition(".")[2] for each in told if not each.startswith("images.")}
+    assert sorted(names - told) == []
 
 
 def test_every_option_of_the_signal_is_described() -> None:

@@ -214,6 +214,27 @@ async def test_a_refusal_reaches_the_rank_and_the_connection_lives(path: Path, s
             assert shelf.departed == 0
 
 
+async def test_a_reason_that_grows_on_its_way_reaches_the_rank(path: Path, shelf: Shelf) -> None:
+    shelf.refused[2] = "\x01" * 9000  # six bytes each in JSON
+    async with serving(path, shelf):
+        with Feed(path, timeout_s=DEADLINE_S) as feed, pytest.raises(FeedError, match=r"\x01{1000}"):
+            await asyncio.to_thread(values, feed, 2)
+
+
+async def test_an_answer_that_cannot_be_sent_does_not_leave_its_rank_to_wait(path: Path) -> None:
+    class Failing(Shelf):
+        async def hold(self, rank: object, window: WindowId, revision: int) -> tuple[Answer, int]:
+            answer, fd = await super().hold(rank, window, revision)
+            return answer, fd if self.departed else 1 << 20  # no descriptor
+
+    shelf = Failing()
+    await shelf.put(1)
+    async with serving(path, shelf):
+        with Feed(path, timeout_s=DEADLINE_S) as feed:
+            assert await asyncio.to_thread(values, feed, 1) == [[1, 0, 7], [1, 1, 7]]
+    shelf.close()
+
+
 async def test_waiting_ends_by_time_or_by_the_callers_wish(path: Path, shelf: Shelf) -> None:
     for stop, expected in ((None, FeedTimeout), (lambda: shelf.waiting > 0, FeedStopped)):
         with Feed(path, timeout_s=0.3 if stop is None else DEADLINE_S, stop=stop) as feed:

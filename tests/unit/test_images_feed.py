@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -86,6 +88,29 @@ async def test_images_come_to_their_places_and_blank_ones_are_not_fetched(
     with pytest.raises(ObjectMissing) as missing:
         await fetch_pixels(store, "r", [images[0], images[3]._replace(blank=False)], out)
     assert missing.value.key == image_key("r", images[3].item.digest)
+
+
+async def test_no_more_of_an_object_is_fetched_than_its_item_says() -> None:
+    store = ObjectStore.in_memory()
+    values = noise(4, 6, 3)
+    data = bytes_of(Picture.fromarray(values))
+    item = item_of(data, 4, 6)
+    await store.create(image_key("r", item.digest), data + bytes(1 << 20))
+    scope = store.scope()
+    with pytest.raises(ObjectDamaged, match=f"expected {len(data)}"):
+        await fetch_pixels(scope, "r", [Encode(item, 0, values.size, False)], np.zeros(values.size, np.uint8))
+    assert scope.counters.bytes_read <= len(data)
+
+
+def test_whatever_the_decoder_makes_of_hostile_bytes_the_image_is_damaged() -> None:
+    """Its header is good, so that agents may show it; what comes after the pixels is not, and Pillow raises IndexError."""
+    data = bytes_of(Picture.new("RGB", (6, 4)))
+    chunk = b"iCCP" + b"abc\0"
+    hostile = data[:-12] + struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[-12:]
+    with Picture.open(io.BytesIO(hostile)) as picture:
+        assert picture.size == (6, 4)
+    with pytest.raises(ObjectDamaged, match="cannot be decoded"):
+        decode("k", hostile, item_of(hostile, 4, 6), np.zeros((4, 6, 3), np.uint8))
 
 
 @pytest.mark.parametrize("what", ["altered", "truncated", "another size", "no image", "a bomb"])

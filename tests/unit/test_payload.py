@@ -327,6 +327,12 @@ async def test_a_header_that_contradicts_itself_is_refused(change: dict[str, Any
         await read_columns(store, forged, ["tokens"])
 
 
+def headed(columns: dict[str, Any], **metadata: str) -> bytes:
+    """An object whose header claims that."""
+    text = json.dumps({"__metadata__": {"version": "1", **metadata}, **columns}).encode()
+    return len(text).to_bytes(8, "little") + text + b"data"
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -336,6 +342,10 @@ async def test_a_header_that_contradicts_itself_is_refused(change: dict[str, Any
         (2).to_bytes(8, "little") + b"{}" + b"x",
         (2).to_bytes(8, "little") + b"{{" + b"x",
         (4).to_bytes(8, "little") + b"null" + b"x",
+        headed({"t": {"dtype": "I32", "shape": [1], "data_offsets": [0]}}),
+        headed({"t": {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}, **{"crc32c.t": "[" * 200_000}),
+        headed({"t": {"dtype": ["I32"], "shape": [1], "data_offsets": [0, 4]}}),
+        headed({}, checksums="[[[["),
     ],
 )
 async def test_an_object_that_is_no_payload(body: bytes) -> None:

@@ -9,6 +9,7 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.batch.sampler import SamplerCore
 from pipeline.retention.core import CONSUMED, LATE, REJECTED, SUPERSEDED, RetentionCore
 from pipeline.retention.names import named, owner
 from pipeline.retention.orphans import orphan
@@ -145,6 +146,11 @@ def test_a_core_that_goes_through_a_dump_takes_the_same(seed: int) -> None:
             assert stored.take(ALL) == straight.take(ALL)
         assert orjson.dumps(stored.dump()) == orjson.dumps(straight.dump())
     assert stored.images(ALL) == straight.images(ALL) is not None
+
+
+def test_a_snapshot_is_of_one_version_of_the_sampler_too() -> None:
+    assert RetentionCore("r").dump()["sampler"].keys() == SamplerCore("r").dump().keys()
+    assert RetentionCore.STATE_VERSION % 100 == SamplerCore.STATE_VERSION
 
 
 def test_a_policy_of_zeros_removes_nothing_and_remembers_nothing() -> None:

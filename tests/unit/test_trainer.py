@@ -149,6 +149,9 @@ def test_what_the_reference_trainer_cannot_do_is_refused_at_the_door() -> None:
     }
     with pytest.raises(ValueError, match=r"batch.pp is 2, and the reference trainer has no pipeline stages"):
         RunConfig.model_validate(config)
-    RunConfig.model_validate({**config, "trainer": {"kind": "external"}})
+    routed = {"packer": {"columns": ["candidates", "routed_experts"]}}
+    with pytest.raises(ValueError, match=r"packer.columns has routed_experts, which the reference trainer"):
+        RunConfig.model_validate({**config, **routed, "batch": {}})
+    RunConfig.model_validate({**config, **routed, "trainer": {"kind": "external"}})
     with pytest.raises(ValueError, match=r"a bound of 0.9 would stop"):
         RunConfig.model_validate({**config, "trainer": {"kind": "external", "clip_negative_high": 0.9}})

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.vision.encoder_plan import encoder_plan, lower_bound
-from pipeline.vision.items import cost, patches, resized, showing, tokens
-from pipeline.vision.owners import CHANNELS, IMAGE_ARRAYS, WindowImages, window_images
+from pipeline.vision.items import cost, patches, resized, tokens
+from pipeline.vision.owners import CHANNELS, IMAGE_ARRAYS, WindowImages, showing, window_images
 from schemas.parallel import LayoutName
 from schemas.payload import ContextMeta, ImageItem, PayloadHeader, Span
 from schemas.plan import Plan, PlanImages, PlanRows, PlanSequence
@@ -229,8 +229,11 @@ def test_an_image_that_only_left_out_rows_show_is_not_fetched_and_keeps_its_plac
 
 def test_who_shows_an_image() -> None:
     plan = a_small_plan({"a": (an_image(1),), "b": (an_image(2),), "c": (an_image(1), an_image(2, start=5))})
-    of = ((each.sequence, each.contexts) for each in plan.sequences)
-    assert showing(of, f"{1:064x}") == ("a", "c")
+    one, two = f"{1:064x}", f"{2:064x}"
+    assert showing(plan) == {one: (0, 2), two: (1, 2)}
+    # What is cut off, or is no row at all, shows nothing.
+    cut = plan.rows.model_copy(update={"skip": (3, 4, 4)})
+    assert showing(plan.model_copy(update={"rows": cut})) == {one: (0,), two: (2,)}
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.batch.quarantine import Quarantine
 from pipeline.batch.sampler import SamplerCore
 from pipeline.replay import SERVICES, Rerun
 from pipeline.replay.trace import Tracer
-from schemas.envelope import Event
-from schemas.facts import BatchReplanned, BatchYielded, Fact, SequenceQuarantined, StepTrained
+from schemas.config import Packer
+from schemas.envelope import Event, encode, new_event
+from schemas.facts import (
+    MAX_LEFT_OUT,
+    BatchReplanned,
+    BatchYielded,
+    Fact,
+    SequenceQuarantined,
+    StepTrained,
+)
 from schemas.payload import Ref
 from services.cli.events import line
 from services.cli.live import event_line
 from services.dashboard import View, fold
+from services.packer.steps import Revision, Step, too_many
 from tests.unit.factories import event
 from tests.unit.signal_life import Life, member
 from tests.unit.signal_world import graded
@@ -117,6 +127,31 @@ def test_a_batch_that_comes_back_after_its_training_is_not_kept() -> None:
     core.quarantine.yielded(2, [THIRD])
     core.quarantine.quarantined(quarantined(THIRD, step=2))
     assert core.quarantine.replanned(quarantined(THIRD, step=2)) is None
+
+
+def test_a_batch_leaves_out_no_more_sequences_than_an_event_can_name() -> None:
+    # Names as long as names may be: one more, and no sampler could publish what it has decided.
+    names = [f"{'s' * 119}-000000-{n:03}"[-128:] for n in range(MAX_LEFT_OUT + 2)]
+    core = Quarantine()
+    core.yielded(10**9, names)
+    decided: list[BatchReplanned | None] = []
+    for name in names:
+        fact = quarantined(name, step=10**9).model_copy(update={"key": "k"})
+        core.quarantined(fact)
+        decided.append(core.replanned(fact))
+    assert [fact and fact.revision for fact in decided] == [*range(1, MAX_LEFT_OUT + 1), None, None]
+    last = decided[MAX_LEFT_OUT - 1]
+    assert last is not None
+    assert last.without == tuple(names[:MAX_LEFT_OUT])
+    encode(new_event(last, "sampler", None), "r")
+    # Packers, who wait for each of them, know it too, whatever share may be lost.
+    step = Step(event(quarantined(FIRST), 1), yielded().of(BatchYielded)[0], sequences=10 * MAX_LEFT_OUT)
+    allowed = frozenset(names[:MAX_LEFT_OUT])
+    assert too_many(Packer(quarantine=1.0), 1, step, Revision(MAX_LEFT_OUT, allowed)) is None
+    step.found[names[-1]] = "damaged"
+    said = too_many(Packer(quarantine=1.0), 1, step, Revision(MAX_LEFT_OUT, allowed))
+    assert said is not None
+    assert f"allows {MAX_LEFT_OUT}" in said
 
 
 FACTS: list[Fact] = [
