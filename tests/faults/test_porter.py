@@ -121,8 +121,8 @@ async def first(log: Log, kind: type[F]) -> F:
     raise AssertionError("the log ended")
 
 
-def loss_of(plan: Plan, members: Sequence[int]) -> float:
-    """Of the first step, of these sequences alone, with the weights that they have in the whole batch."""
+def step_of(plan: Plan, members: Sequence[int]) -> tuple[float, float]:
+    """Loss and gradient norm of the first step, of these sequences alone, with the weights that they have in the whole batch."""
     model, total = load_model(policy_dir("tiny")), 0.0
     for row, member in enumerate(plan.rows.sequence):
         if member not in members:
@@ -139,8 +139,10 @@ def loss_of(plan: Plan, members: Sequence[int]) -> float:
         terms = policy_loss(
             new, old, mask * plan.rows.advantage[row], mask * plan.rows.loss_weight[row], Clip(0.2, 0.28)
         )
+        terms.loss.backward()
         total += float(terms.loss.detach())
-    return total
+    gradients = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+    return total, float(torch.cat(gradients).norm())
 
 
 @pytest.mark.parametrize("damage", [flipped, truncated])
@@ -181,8 +183,9 @@ async def test_a_damaged_object_costs_its_sequence_and_nothing_else(
     assert "step 1 was planned anew (revision 1) while it was trained" in caplog.text
     kept = [member for member in range(len(REWARDS)) if member != lost]
     assert trained.loss_tokens == len(kept) * (LENGTH // 2)
-    assert trained.loss == pytest.approx(loss_of(plan, kept), rel=1e-4)
-    assert trained.loss != pytest.approx(loss_of(plan, range(len(REWARDS))), rel=1e-2)
+    loss, norm = step_of(plan, kept)
+    assert (trained.loss, trained.grad_norm) == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-3))
+    assert trained.loss != pytest.approx(step_of(plan, range(len(REWARDS)))[0], rel=1e-2)
     # Its blank rows are the batch's too.
     assert consumed == BatchConsumed(step=1, sequences=len(REWARDS), loss_tokens=trained.loss_tokens)
     again = Rerun(log.run, SERVICES["sampler"])
