@@ -16,6 +16,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
+import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,17 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
 import obstore
 from obstore import exceptions as refused
 from obstore.store import LocalStore, MemoryStore, S3Store
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_random_exponential,
-)
 
 from pipeline.checksum import crc32c
 from pipeline.hosts.requests import Requests
@@ -59,6 +54,8 @@ LONG = 1 << 20
 """Bytes from which hashing or copying takes longer than a hop to a thread."""
 _COMPARED = 8 << 20
 """Bytes of a stored object that are compared with ours at once."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
+"""Bounds of the random wait before a try: before the first one more, and at most."""
 _REMOVED_AT_ONCE = 1000
 """S3's limit on the keys of one DeleteObjects."""
 _Result = TypeVar("_Result")
@@ -206,9 +203,8 @@ class ObjectStore:
         gets = coalesce(ranges, gap)
         bodies = await asyncio.gather(*[self._part(key, start, end, size) for start, end in gets])
         views: list[memoryview] = []
-        starts = np.asarray([start for start, _ in gets], np.int64)
         for start, end in ranges:
-            home = int(np.searchsorted(starts, start, side="right")) - 1
+            home = bisect_right(gets, start, key=lambda get: get[0]) - 1
             first = start - gets[home][0]
             views.append(bodies[home][first : first + end - start])
         return views
@@ -339,9 +335,6 @@ class ObjectStore:
     async def _persist(self, operation: str, attempt: Callable[[], Awaitable[_Result]]) -> _Result:
         """Runs the attempt in a slot, again on transport errors, until the patience is spent."""
 
-        def retried(_: RetryCallState) -> None:
-            self.requests.retries[operation] += 1
-
         async def once() -> _Result:
             async with self._slots:
                 try:
@@ -353,20 +346,21 @@ class ObjectStore:
                         self.url, f"access denied ({_brief(error)})", self._remedy
                     ) from error
 
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_Transport),
-            stop=stop_after_delay(self._patience_s),
-            wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            before_sleep=retried,
-            reraise=True,
-        )
+        # Not by tenacity, which looks at its own callbacks so often that a small read takes half as long again.
+        give_up, longest = time.monotonic() + self._patience_s, _FIRST_WAIT_S
         with self.requests.during(operation), self.waits.waiting("store"):
-            try:
-                return await retrying(once)
-            except _Transport as error:
-                raise StoreUnavailable(
-                    self.url, f"no success in {self._patience_s:g} s ({_brief(error)})", self._remedy
-                ) from error
+            while True:
+                try:
+                    return await once()
+                except _Transport as error:
+                    if time.monotonic() >= give_up:
+                        raise StoreUnavailable(
+                            self.url, f"no success in {self._patience_s:g} s ({_brief(error)})", self._remedy
+                        ) from error
+                self.requests.retries[operation] += 1
+                # By chance, so that clients of a server that comes back come apart.
+                await asyncio.sleep(random.uniform(0, longest))  # noqa: S311
+                longest = min(2 * longest, _LONGEST_WAIT_S)
 
 
 async def off_loop(size: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
