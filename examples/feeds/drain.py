@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from examples.feeds.packs import Params, Window
+from examples.feeds.packs import Params
 from pipeline.feed.feed import open_feed
 from pipeline.log import Log
 from schemas.config import RunConfig
@@ -23,9 +23,24 @@ from schemas.facts import StepTrained
 from services.cli.reach import read_record
 
 ADAPTERS = {"megatron": "get_batch", "fsdp": "forward_inputs", "verl": "fields", "slime": "rollout_data"}
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "megatron": ("megatron",),
+    "fsdp": ("ulysses", "contiguous"),
+    "verl": (),
+    "slime": (),
+}
+"""What each takes where a pack is cut over context-parallel ranks; whole ones come in any layout."""
 
 
-def adapter(name: str, config: RunConfig) -> Callable[[Window], Mapping[str, Any]]:
+def adapter(name: str, config: RunConfig) -> Callable[..., Mapping[str, Any]]:
+    """Raises SystemExit where the run's windows are not of the adapter's kind."""
+    batch = config.batch
+    if batch.cp > 1 and batch.layout not in LAYOUTS[name]:
+        # A window of another layout would be taken without a word, and its attention computed over other tokens.
+        raise SystemExit(
+            f"batch.layout is {batch.layout!r} and batch.cp {batch.cp}: the adapter {name} takes "
+            f"{' or '.join(LAYOUTS[name]) or 'whole packs alone: set batch.cp to 1'}"
+        )
     made = getattr(importlib.import_module(f"examples.feeds.{name}"), ADAPTERS[name])
     if name == "slime":
         made = partial(made, rollouts=sum(source.groups * source.group_size for source in config.sources))
@@ -64,7 +79,12 @@ def drain(config: RunConfig, name: str, rank: int, step: int, timeout_s: float |
             if not micro_batch.sequences:
                 print("  empty")
                 continue
-            for key, value in made(micro_batch.torch()).items():
+            arguments = (
+                {"local_cp_size": micro_batch.meta["cp_size"]}
+                if config.batch.adaptive_cp and name == "megatron"
+                else {}
+            )
+            for key, value in made(micro_batch.torch(), **arguments).items():
                 print(f"  {key}: {described(value)}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A trainer of one's own, whole: one process, the tiny policy, a run with `trainer.kind = "external"` and `batch.dp = 1`.
+"""A trainer of one's own, whole: one process, the tiny policy, a run with `trainer.kind = "external"` and one rank.
 
     python -m examples.feeds.loop .packtrain/runs/RUN/config.toml
 
@@ -57,6 +57,14 @@ def saved(state: dict[str, object]) -> bytes:
     return written.getvalue()
 
 
+def check_alone(config: RunConfig) -> None:
+    """Raises SystemExit on a run of several ranks: one alone would train a part of each batch."""
+    if (count := config.batch.sizes.ranks) != 1:
+        raise SystemExit(
+            f"dp * cp * tp * pp is {count} ranks, and this trainer is one: set dp, cp, tp and pp of batch to 1"
+        )
+
+
 def train(config: RunConfig, rank: int = 0, timeout_s: float | None = None) -> None:
     policy = load_model(policy_dir(config.engine.policy))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.trainer.lr)
@@ -85,4 +93,6 @@ def train(config: RunConfig, rank: int = 0, timeout_s: float | None = None) -> N
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    train(read_record(Path(sys.argv[1])))
+    read = read_record(Path(sys.argv[1]))
+    check_alone(read)
+    train(read)

@@ -2,7 +2,8 @@
 
 In the forward step, in place of a data iterator's batch:
 
-    batch = get_batch(micro_batch.torch())
+    assert micro_batch.meta["layout"] == "megatron"      # another one would be taken without a word, and attention be wrong
+    batch = get_batch(micro_batch.torch(), micro_batch.meta["cp_size"] if adaptive_cp else None)
     logprobs = -model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"],
                       packed_seq_params=batch["packed_seq_params"])          # Megatron's per-token loss is -log p(label)
 

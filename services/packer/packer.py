@@ -25,6 +25,7 @@ from services.packer.steps import (
     Planned,
     Revision,
     Step,
+    absent,
     current,
     may_be_built,
     parse,
@@ -271,6 +272,12 @@ class Packer:
                 body = await outlasting(lambda: self._ctx.store.get(fact.plan), self._ctx.logger)
                 plan = await asyncio.to_thread(parse, body, self._ctx.run, fact)
                 step.sequences = len(plan.sequences)
+                for column in absent(plan, self._settings.columns):
+                    # Routing replay without routing would be none, without a word.
+                    message = (
+                        "no payload of step %d has %s, which packer.columns asks for: windows come without"
+                    )
+                    self._ctx.logger.warning(message, fact.step, column, extra={"step": fact.step})
                 shows = await asyncio.to_thread(showing, plan)
                 for number in range(plan.microbatches):
                     await self._plan(plan, shows, WindowId(fact.step, number), step)

@@ -78,6 +78,12 @@ class Revision(NamedTuple):
     without: frozenset[str] = frozenset()
 
 
+def absent(plan: Plan, columns: Sequence[str]) -> list[str]:
+    """The optional columns that no payload of the plan has."""
+    names = {column.name.split(".")[0] for sequence in plan.sequences for column in sequence.payload.columns}
+    return [column for column in columns if column not in names]
+
+
 def current(planned: Planned, revision: Revision) -> bool:
     """Whether the window leaves out what the revision does."""
     return planned.sequences & revision.without == planned.blank

@@ -148,6 +148,17 @@ def revisions(feed: Feed, revision: int) -> list[Taken]:
     ]
 
 
+async def test_columns_that_no_payload_has_are_told_of(
+    packer_config: RunConfig, log: Log, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await yield_batch(log, store, 1)
+    async with packer(wanting(packer_config, "routed_experts"), log):
+        with Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed:
+            first, *_ = await asyncio.to_thread(take, feed, 1)
+    assert "routed_experts" not in first
+    assert "no payload of step 1 has routed_experts, which packer.columns asks for" in caplog.text
+
+
 async def test_images_come_with_their_rank_and_a_missing_one_costs_all_that_show_it(
     packer_config: RunConfig, log: Log, store: ObjectStore
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from examples.feeds import fsdp, megatron, slime, verl
+from examples.feeds import drain, fsdp, loop, megatron, slime, verl
 from examples.feeds.packs import rows
 from pipeline.batch.windows import plan_window
+from pipeline.config import load
 from schemas.parallel import LayoutName
 from schemas.plan import Plan
 from tests import peers
@@ -284,3 +286,21 @@ def test_a_sequence_that_is_left_out_trains_nothing_in_any_form() -> None:
     assert float(data["rollout_mask_sums"][3]) == 1
     assert [len(part) for part in verl.fields(window)["responses"].unbind()] == [4, 8, 3, 1]
     assert int((fsdp.forward_inputs(window)["shift_labels"] != fsdp.IGNORED).sum()) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "told"),
+    [
+        ("megatron", "contiguous", "the adapter megatron takes megatron"),
+        ("fsdp", "slime", "ulysses or contiguous"),
+        ("verl", "verl", "whole packs alone: set batch.cp to 1"),
+    ],
+)
+def test_windows_of_another_layout_are_refused(name: str, layout: str, told: str) -> None:
+    demo = load(Path(__file__).parents[2] / "examples" / "demo.toml")
+    cut = demo.model_copy(update={"batch": demo.batch.model_copy(update={"cp": 2, "layout": layout})})
+    with pytest.raises(SystemExit, match=told):
+        drain.adapter(name, cut)
+    assert drain.adapter(name, demo) is not None
+    with pytest.raises(SystemExit, match="4 ranks, and this trainer is one"):
+        loop.check_alone(cut)
