@@ -14,13 +14,11 @@ import asyncio
 import time
 from collections import Counter
 
-import orjson
-
 from pipeline.log import end_tasks
 from pipeline.log.shell import SNAPSHOT_EVERY
 from pipeline.log.snapshot import Snapshots
 from pipeline.retention.core import RetentionCore
-from pipeline.store import ObjectMissing
+from pipeline.store.claims import claim_body, claim_of
 from pipeline.store.outage import outlasting
 from schemas.envelope import Event
 from schemas.facts import ALL, RunStarted, StepTrained
@@ -93,8 +91,7 @@ class _Collector:
             return False
         await outlasting(lambda: store.remove(list(taken)), self._ctx.logger)
         reasons = Counter(taken.values())
-        for reason, number in reasons.items():
-            self._ctx.measures.removed[reason] = self._ctx.measures.removed.get(reason, 0) + number
+        self._ctx.measures.removed.update(reasons)
         told = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
         step = self._core.trained
         self._ctx.logger.info(
@@ -104,11 +101,8 @@ class _Collector:
 
     async def _is_mine(self) -> bool:
         started = await self._ctx.log.last(RunStarted.type, ALL, self._ctx.run)
-        try:
-            claimed = await self._ctx.store.get(claim_key(self._ctx.run))
-        except ObjectMissing:
-            return False
-        self._mine = started is not None and claimed == orjson.dumps({"log": started.id})
+        claimed = await claim_of(self._ctx.store, self._ctx.run)
+        self._mine = started is not None and claimed == claim_body(started.id)
         return self._mine
 
     def _refuse(self, why: str) -> None:

@@ -161,8 +161,10 @@ def plan_window(
     mine = tuple(segments(plan.layout, bounds, size, rank))
     last = pp == stages - 1
     wanted = "routed_experts" in columns
-    routing = routing_of((row.payload for row in rows), pp, stages, pp_layers) if wanted else None
-    stage = Stage(pp == 0, last, routing, last and "candidates" in columns)
+    routing, routed = (
+        routing_of((row.payload for row in rows), pp, stages, pp_layers) if wanted else (None, {})
+    )
+    stage = Stage(pp == 0, last, routing, last and "candidates" in columns, routed)
     for row in rows:
         _check_candidates(plan, row, stage)
     parts = (
@@ -236,12 +238,18 @@ def with_offsets(window: Window, columns: Sequence[Mapping[str, Array]]) -> Wind
     return replace(window, offsets=found)
 
 
+def row_arrays(first: bool, last: bool) -> dict[str, str]:
+    """Arrays of one value a row, and their dtypes, of the first pipeline stage, the last, both, or neither."""
+    return {**(INPUT if first else {}), "position_ids": PACKED["position_ids"], **(LABEL if last else {})}
+
+
 def shapes(window: Window) -> dict[str, tuple[str, tuple[int, ...]]]:
     """(dtype, shape) of every array of the window: what the shared copy's size is planned from. Exact, but `candidates.ids` is
     left out until its size is known (`with_segments`, `with_offsets`)."""
     stage, length = window.stage, window.tokens
-    names = [*(INPUT if stage.first else ()), "position_ids", *(LABEL if stage.last else ())]
-    found: dict[str, tuple[str, tuple[int, ...]]] = {name: (PACKED[name], (length,)) for name in names}
+    found: dict[str, tuple[str, tuple[int, ...]]] = {
+        name: (dtype, (length,)) for name, dtype in row_arrays(stage.first, stage.last).items()
+    }
     bounds = (len(window.bounds.padded) + 1,)
     found |= {
         "cu_seqlens": ("int32", bounds),
@@ -261,10 +269,15 @@ def shapes(window: Window) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def estimate(window: Window) -> int:
-    """Bytes of the window's arrays. Until the size of its candidate sets is known they are taken to be as large as those of
-    their payloads are in the mean."""
+    """Bytes of the window's arrays, with `unknown_bytes`."""
     found = sum(np.dtype(dtype).itemsize * prod(shape) for dtype, shape in shapes(window).values())
-    return found if window.sized else found + 4 * ceil(sum(_guess(window, part) for part in window.parts))
+    return found + unknown_bytes(window)
+
+
+def unknown_bytes(window: Window) -> int:
+    """Bytes of what `shapes` leaves out: candidate sets whose size is not known are taken to be as large as those of their payloads
+    are in the mean."""
+    return 0 if window.sized else 4 * ceil(sum(_guess(window, part) for part in window.parts))
 
 
 def _guess(window: Window, part: Part) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -62,13 +62,11 @@ class Stage:
     last: bool
     routing: Routing | None = None
     candidates: bool = False
+    routed: Mapping[str, tuple[Block, ...]] = field(default_factory=dict[str, tuple[Block, ...]])
+    """By the key of a payload the routing that the stage has a use for."""
 
-    def blocks(self, header: PayloadHeader) -> list[Block]:
-        """Of a payload the routing that the stage has a use for."""
-        wanted = self.routing
-        if wanted is None:
-            return []
-        return [block for block in _blocks(header) if block.first < wanted.end and wanted.first < block.end]
+    def blocks(self, header: PayloadHeader) -> tuple[Block, ...]:
+        return self.routed.get(header.key, ())
 
     def row_bytes(self, header: PayloadHeader) -> int:
         """Of one token of the payload, about."""
@@ -122,26 +120,33 @@ class _Wanted:
 
 def routing_of(
     headers: Iterable[PayloadHeader], stage: int, stages: int, pp_layers: Sequence[int]
-) -> Routing | None:
-    """The routing of a pack at a pipeline stage; None where no payload has any, or the stage has no such layer. Raises ValueError
-    where payloads differ in layers or experts, or the stages in layers."""
+) -> tuple[Routing | None, dict[str, tuple[Block, ...]]]:
+    """The routing of a pack at a pipeline stage, and by key of each payload the columns with some of it; None where no payload has
+    any, or the stage has no such layer. Raises ValueError where payloads differ in layers or experts, or the stages in layers."""
     found: tuple[int, int, str] | None = None
     dtype = "uint8"
-    for header in headers:
-        blocks = _blocks(header)
+    # Once a payload: names are parsed here, and asked for by every part of every row.
+    every = {header.key: _blocks(header) for header in headers}
+    for key, blocks in every.items():
         if not blocks:
             continue
         layers, k = blocks[-1].end, blocks[0].column.shape[2]
         if found is not None and found[:2] != (layers, k):
             raise ValueError(
-                f"payload {header.key} routes {layers} layers to {k} experts, {found[2]} of the same pack {found[0]} to {found[1]}"
+                f"payload {key} routes {layers} layers to {k} experts, {found[2]} of the same pack {found[0]} to {found[1]}"
             )
-        found = (layers, k, header.key)
+        found = (layers, k, key)
         dtype = "uint16" if any(block.column.dtype == "uint16" for block in blocks) else dtype
     if found is None:
-        return None
+        return None, {}
     first, end = stage_layers(found[0], stages, pp_layers)[stage]
-    return Routing(first, end, found[1], dtype) if first < end else None
+    if first == end:
+        return None, {}
+    wanted = {
+        key: tuple(block for block in blocks if block.first < end and first < block.end)
+        for key, blocks in every.items()
+    }
+    return Routing(first, end, found[1], dtype), wanted
 
 
 def jobs(
@@ -180,10 +185,8 @@ def _job(
         for columns, first, end in _ranges(row, parts[i], stage):
             wanted.add(row.payload, columns, i, row.context.offset + first, row.context.offset + end)
         # Beside them: what has a row for each loss token, and each candidate.
-        lost = loss_extent(row, parts[i]) if stage.last and row.sidecar is not None else None
-        if lost is not None and row.sidecar is not None:
-            first, end = (row.before + row.loss().count(token) for token in lost)
-            wanted.add(row.sidecar, (SIDECAR,), i, first, end)
+        if stage.last and row.sidecar is not None and (lost := loss_extent(row, parts[i])) is not None:
+            wanted.add(row.sidecar, (SIDECAR,), i, *_loss_rows(row, lost))
         if (found := offsets.get(i)) is not None and found[0] < found[-1]:
             wanted.add(row.payload, (IDS,), i, int(found[0]), int(found[-1]))
     return Job(tuple(chosen), tuple(wanted.reads(rows[parts[chosen[0]].row].sequence)), size)
@@ -207,13 +210,19 @@ def loss_extent(row: Row, part: Part) -> tuple[int, int] | None:
     return row.loss().extent(*part.labels(row))
 
 
+def _loss_rows(row: Row, lost: tuple[int, int]) -> tuple[int, int]:
+    """Of the loss tokens in [lost) the rows of what has one for each loss token of the sequence."""
+    spans = row.loss()
+    return row.before + spans.count(lost[0]), row.before + spans.count(lost[1])
+
+
 def offset_reads(rows: Sequence[Row], parts: Sequence[Part], stage: Stage) -> tuple[Read, ...]:
     """Where the candidate sets of parts' loss tokens begin and end."""
     by_sequence: dict[str, _Wanted] = {}
     for i, part in enumerate(parts):
         row = rows[part.row]
         if stage.has_candidates(row.payload) and (lost := loss_extent(row, part)) is not None:
-            first, end = (row.before + row.loss().count(token) for token in lost)
+            first, end = _loss_rows(row, lost)
             wanted = by_sequence.setdefault(row.sequence, _Wanted())
             wanted.add(row.payload, (OFFSETS,), i, first, end + 1)
     return tuple(read for name, wanted in by_sequence.items() for read in wanted.reads(name))

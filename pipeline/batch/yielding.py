@@ -23,7 +23,6 @@ from schemas.config import Decisions, Source
 from schemas.facts import BatchYielded, PenaltyFactors, SourceShare
 from schemas.keys import plan_key
 from schemas.payload import Ref
-from schemas.plan import Plan
 
 
 def members(groups: Groups, source: Source, step: int, through: int, count: int) -> list[Group]:
@@ -103,10 +102,3 @@ def penalty_factors(groups: list[Group], decisions: Decisions) -> PenaltyFactors
         if group.source in hooks
         for finished, advantage in zip(group.ordered(), group.advantages, strict=True)
     )
-
-
-def make_plan(
-    groups: list[Group], decisions: Decisions, run: str, step: int, whole: PenaltyFactors | None
-) -> Plan:
-    """`plan_body`, read back: for whoever looks into it."""
-    return Plan.model_validate_json(plan_body(groups, decisions, run, step, whole).body)

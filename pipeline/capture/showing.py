@@ -22,13 +22,12 @@ from pipeline.capture.renderers.base import Renderer, TemplateError
 from pipeline.capture.tokenizer import PolicyTokenizer
 from pipeline.capture.tree import Ids, Node
 from pipeline.engines.base import ImageItem as EngineImage
-from pipeline.vision.items import patches, tokens
+from pipeline.vision.items import FORMATS, patches, tokens
 from schemas.payload import ImageItem
 from schemas.vision import Vision
 
 MAX_PIXELS = 1 << 26
 """Largest picture, unpacked: 192 MiB of RGB."""
-FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from pipeline.batch.layouts import pack_bounds, padded_length
-from pipeline.batch.windows import PACKED
+from pipeline.batch.windows import row_arrays
 from schemas.config import Batch, Packer
-
-_EVERYWHERE = ("position_ids",)
-_FIRST = ("tokens",)
 
 
 def token_bytes(pp: int, stages: int) -> int:
     """Bytes that a token takes in a window of that pipeline stage."""
-    names = set(_EVERYWHERE)
-    if pp == 0:
-        names |= set(_FIRST)
-    if pp == stages - 1:
-        names |= PACKED.keys() - set(_FIRST)
-    return sum(np.dtype(PACKED[name]).itemsize for name in names)
+    return sum(np.dtype(dtype).itemsize for dtype in row_arrays(pp == 0, pp == stages - 1).values())
 
 
 def largest_rows(batch: Batch) -> int:

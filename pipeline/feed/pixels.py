@@ -1,8 +1,8 @@
-"""Images from the store as pixels, straight into the window of the rank that encodes them.
+"""An image from the store as pixels, for the window of the rank that encodes it.
 
 Promises: what is decoded is what was seen: its SHA-256 is the item's digest and its sizes the item's, told by the store before a
-byte is fetched and by the header before a pixel is unpacked, so no object becomes larger than it was planned to be; no more than
-a few images are held at once beside the window; an object that is not such an image is damaged, by its key.
+byte is fetched and by the header before a pixel is unpacked, so no object becomes larger than it was planned to be; an object that
+is not such an image is damaged, by its key.
 
 Pixels are what vLLM's and transformers' processors make of an image before they resize it: RGB; where it is transparent, white
 shows; of an animation the first picture; as it is stored, whatever its EXIF says of turning it.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,34 +20,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from pipeline.store import ObjectDamaged, ObjectStore
-from pipeline.vision.owners import Encode
+from pipeline.vision.items import FORMATS
 from schemas.keys import image_key
 from schemas.payload import ImageItem
 
-FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
-AT_ONCE = 4
-"""Images that are fetched and decoded at the same time."""
 
-
-async def fetch_pixels(
-    store: ObjectStore, run: str, images: Sequence[Encode], out: NDArray[np.uint8], at_once: int = AT_ONCE
-) -> None:
-    """Fills `out`, the window's `images.pixels` (flat), of all images but the blank ones. Raises ObjectMissing, ObjectDamaged and
-    StoreUnavailable, of the first in order that fails, once none is under way."""
-    slots = asyncio.Semaphore(at_once)
-
-    async def one(image: Encode) -> None:
-        async with slots:
-            key = image_key(run, image.item.digest)
-            size = image.item.bytes
-            (data,) = await store.get_ranges(key, [(0, size)], size=size)
-            place = out[image.start : image.end].reshape(image.shape)
-            await asyncio.to_thread(decode, key, data, image.item, place)
-
-    found = await asyncio.gather(*(one(image) for image in images if not image.blank), return_exceptions=True)
-    for error in found:
-        if error is not None:
-            raise error
+async def fetch_pixels(store: ObjectStore, run: str, item: ImageItem, out: NDArray[np.uint8]) -> None:
+    """The image's pixels into `out`, uint8 [height, width, 3]. Raises ObjectMissing, ObjectDamaged, StoreUnavailable."""
+    key = image_key(run, item.digest)
+    (data,) = await store.get_ranges(key, [(0, item.bytes)], size=item.bytes)
+    await asyncio.to_thread(decode, key, data, item, out)
 
 
 def decode(key: str, data: bytes | memoryview, item: ImageItem, out: NDArray[np.uint8]) -> None:

@@ -37,14 +37,17 @@ class ReportRefused(RuntimeError):
     """A report that contradicts the log."""
 
 
-async def publish_step(log: Log, fact: StepTrained, sequences: int) -> None:
-    """The three facts of a step, on a batch of `sequences`. Raises ReportRefused where there is no such batch, or another trainer
-    has taken the step."""
-    batch = await log.last("batch.yielded", "all", fact.id())
-    if batch is None:
-        raise ReportRefused(
-            f"step {fact.step} cannot have been trained: run {log.run} has yielded no such batch"
-        )
+async def yielded(log: Log, step: int) -> tuple[Event, BatchYielded]:
+    """The batch of a step. Raises ReportRefused where there is none."""
+    batch = await log.last("batch.yielded", "all", f"{step:06d}")
+    if batch is None or not isinstance(batch.fact, BatchYielded):
+        raise ReportRefused(f"step {step} cannot have been trained: run {log.run} has yielded no such batch")
+    return batch, batch.fact
+
+
+async def publish_step(log: Log, batch: Event, fact: StepTrained, sequences: int) -> None:
+    """The three facts of a step, on a batch of `sequences`, as `yielded` gives it. Raises ReportRefused where another trainer has
+    taken the step."""
     consumed = await log.publish(
         BatchConsumed(step=fact.step, sequences=sequences, loss_tokens=fact.loss_tokens), batch
     )
@@ -126,12 +129,8 @@ class Reports:
             raise ReportRefused(
                 f"report of step {step} {what}: run {log.run} is at step {done}, and takes step {done + 1}"
             )
-        batch = await log.last("batch.yielded", "all", f"{step:06d}")
-        if batch is None or not isinstance(batch.fact, BatchYielded):
-            raise ReportRefused(
-                f"step {step} cannot have been trained: run {log.run} has yielded no such batch"
-            )
-        shares = batch.fact.sources.values()
+        batch, told = await yielded(log, step)
+        shares = told.sources.values()
         nonce = secrets.token_hex(4)
         fact = StepTrained(
             step=step,
@@ -144,9 +143,8 @@ class Reports:
             loss_tokens=sum(share.loss_tokens for share in shares) if loss_tokens is None else loss_tokens,
             seconds=seconds,
         )
-        await publish_step(
-            log, fact, sum(share.sequences for share in shares) if sequences is None else sequences
-        )
+        total = sum(share.sequences for share in shares) if sequences is None else sequences
+        await publish_step(log, batch, fact, total)
         self.last = fact
         return fact
 

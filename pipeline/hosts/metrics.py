@@ -7,6 +7,7 @@ Promises:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -40,7 +41,7 @@ class Measures:
     peaks: dict[str, Histogram] = field(default_factory=dict[str, Histogram])
     grading: dict[tuple[str, str], Histogram] = field(default_factory=dict[tuple[str, str], Histogram])
     grading_cost: dict[str, float] = field(default_factory=dict[str, float])
-    removed: dict[str, int] = field(default_factory=dict[str, int])
+    removed: Counter[str] = field(default_factory=Counter[str])
     """Objects that the collector removed, by reason."""
     address: str = ""
 

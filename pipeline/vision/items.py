@@ -12,6 +12,8 @@ from typing import NamedTuple
 from schemas.payload import ContextMeta, ImageItem
 from schemas.vision import Vision
 
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
+"""Of images, as Pillow names them: what is taken in is what is decoded."""
 MAX_RATIO = 200
 """Of the longer side to the shorter; the rule refuses more."""
 

@@ -15,15 +15,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
 from pipeline.config import ConfigError, dumps, loads
 from pipeline.log import BrokerUnavailable, Log, LogError
 from pipeline.log.archive import Archive
 from pipeline.log.archive_format import ArchiveError, Manifest
 from pipeline.log.archive_writer import ArchiveWriter
 from pipeline.log.transfer import compare, export_messages, extent, import_messages
-from pipeline.store import ObjectExists, ObjectMissing, ObjectStore
+from pipeline.store import ObjectExists, ObjectStore
+from pipeline.store.claims import claim_body, claim_of
 from schemas.config import Broker, RunConfig, Store
 from schemas.facts import ALL, RunStarted
 from schemas.keys import run_prefix
@@ -233,11 +232,8 @@ async def _check_place(store: ObjectStore, archive: Archive, config: RunConfig) 
     """
     run = config.run
     name = log_id(archive)
-    mine = orjson.dumps({"log": name}) if name is not None else None
-    try:
-        claimed = await store.get(claim_key(run))
-    except ObjectMissing:
-        claimed = None
+    mine = claim_body(name) if name is not None else None
+    claimed = await claim_of(store, run)
     members = dict(archive.objects())
     ours = {key: member.bytes for key, member in members.items()}
     named = mine

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 
-import orjson
-
 from pipeline.store import ObjectExists, ObjectMissing, ObjectStore
+from pipeline.store.claims import claim_body
 from schemas.config import RunConfig
 from schemas.keys import claim_key
 from services.cli.embedded import LaunchError
@@ -42,7 +41,7 @@ async def claim(store: ObjectStore, config: RunConfig, log_id: str, begun: bool)
     `begun`: the log has more than `run.started`, so that its objects must be here. Raises StoreError, LaunchError.
     """
     key = claim_key(config.run)
-    mine = orjson.dumps({"log": log_id})
+    mine = claim_body(log_id)
     if begun:
         try:
             found = await store.get(key)

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import orjson
 from rich.table import Table
 
 from pipeline.log import Log
 from pipeline.retention.core import REASONS, RetentionCore
 from pipeline.retention.names import named, owner
 from pipeline.retention.orphans import GRACE_S, orphan
-from pipeline.store import ObjectMissing, ObjectStore
+from pipeline.store import ObjectStore
+from pipeline.store.claims import claim_body, claim_of
 from schemas.config import Retention, RunConfig
 from schemas.envelope import Event
 from schemas.keys import claim_key, run_prefix
@@ -171,11 +171,7 @@ async def read_log(log: Log) -> Reading:
 
 
 async def _check_claim(store: ObjectStore, run: str, log_id: str) -> None:
-    try:
-        claimed = await store.get(claim_key(run))
-    except ObjectMissing:
-        claimed = b""
-    if not log_id or claimed != orjson.dumps({"log": log_id}):
+    if not log_id or await claim_of(store, run) != claim_body(log_id):
         raise LaunchError(
             f"the objects below {run_prefix(run)} in {store.url} are of another run {run}, or of none that is known: "
             f"{claim_key(run)} does not name this log, and nothing was removed"

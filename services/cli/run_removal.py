@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import orjson
 from nats.js.errors import NotFoundError
 
 from pipeline.log import Log
-from pipeline.store import ObjectMissing, ObjectStore
+from pipeline.store import ObjectStore
+from pipeline.store.claims import claim_body, claim_of
 from schemas.config import Broker, Store
 from schemas.facts import ALL, RunStarted
 from schemas.keys import run_prefix
@@ -150,14 +150,11 @@ async def _look(
         started = await log.last(RunStarted.type, ALL, run)
         name = started.id if started is not None else None
     if store is not None:
-        try:
-            claimed = await store.get(claim_key(run))
-        except ObjectMissing:
-            claimed = None
+        claimed = await claim_of(store, run)
         if (home / BORROWED).exists():
             found = replace(found, left="they were there before the import")
         # An interrupted removal has no claim, so what is claimed and not by this log is somebody's.
-        elif claimed is not None and (name is None or claimed != orjson.dumps({"log": name})):
+        elif claimed is not None and (name is None or claimed != claim_body(name)):
             found = replace(found, left=f"they are of another run {run}, or of a log that is gone")
         else:
             objects = [entry async for entry in store.list(run_prefix(run))]

@@ -126,9 +126,9 @@ def _image(
         size = image.end - image.start
         # The object, its picture as it is decoded, and its pixels.
         async with gate.entered(at, image.item.bytes + 2 * size):
-            pixels = np.zeros(size, np.uint8)
-            await fetch_pixels(store, run_id, (image._replace(start=0, end=size),), pixels)
-            await _in_thread(size, draft.write, "images.pixels", image.start, pixels)
+            pixels = np.zeros(image.shape, np.uint8)
+            await fetch_pixels(store, run_id, image.item, pixels)
+            await _in_thread(size, draft.write, "images.pixels", image.start, pixels.reshape(-1))
 
     return run
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple
 
-import numpy as np
 from pydantic import ValidationError
 
-from pipeline.batch.windows import Window, estimate, meta, plan_window, shapes
+from pipeline.batch.windows import Window, meta, plan_window, shapes, unknown_bytes
 from pipeline.feed.memfd import Layout, plan_layout
 from pipeline.store import ObjectDamaged, ObjectMissing
 from pipeline.vision.owners import IMAGE_ARRAYS, WindowImages, window_images
@@ -135,8 +133,7 @@ def form(window: Window, images: WindowImages | None) -> Layout:
 
 def _size(window: Window, images: WindowImages | None) -> int:
     """Bytes of the window, with what its candidate sets are thought to be."""
-    known = sum(np.dtype(dtype).itemsize * prod(shape) for dtype, shape in shapes(window).values())
-    return form(window, images).size + estimate(window) - known
+    return form(window, images).size + unknown_bytes(window)
 
 
 def parse(body: bytes, run: str, fact: BatchYielded) -> Plan:

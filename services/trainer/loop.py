@@ -24,7 +24,7 @@ import torch
 from pipeline.engines.policies import policy_dir
 from pipeline.engines.tiny.model import load_model
 from pipeline.feed.feed import Feed, MicroBatch
-from pipeline.feed.reporting import publish_policy, publish_step
+from pipeline.feed.reporting import publish_policy, publish_step, yielded
 from schemas.facts import StepTrained
 from schemas.keys import optimizer_key, weights_key
 from services.process import Context
@@ -126,7 +126,8 @@ class Rank:
             loss_tokens=int(tokens),
             seconds=time.monotonic() - started,
         )
-        self._await(publish_step(self._ctx.log, fact, total))
+        batch, _ = self._await(yielded(self._ctx.log, step))
+        self._await(publish_step(self._ctx.log, batch, fact, total))
         self._ctx.logger.info("trained step %d", step, extra={"step": step})
         self._last = fact
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.batch.windows import estimate
 from pipeline.feed.feed import Feed, FeedError
 from pipeline.feed.memfd import Draft, Layout, SealedWindow
 from pipeline.feed.wire import Request, frame, receive_answer, socket_path
@@ -103,7 +104,7 @@ async def test_windows_larger_than_they_were_thought_to_be_are_within_the_memory
             super().__init__(layout)
             standing.append(sum(window_sizes().values()))
 
-    monkeypatch.setattr("services.packer.steps.estimate", lambda _: 0)
+    monkeypatch.setattr("services.packer.steps.unknown_bytes", lambda window: -estimate(window))
     monkeypatch.setattr("services.packer.building.Draft", Counted)
     async with packer(changed(packer_config, prefetch=8, memory_bytes=memory), log):
         with Feed(socket_path(packer_config, 0), timeout_s=DEADLINE_S) as feed:

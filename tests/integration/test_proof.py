@@ -75,7 +75,9 @@ async def window(store: ObjectStore, plan: Plan, dp: int, microbatch: int, cp: i
     arrays = pack(made, await fetched(store, made.reads))
     if (images := window_images(plan, dp, microbatch, cp)) is not None:
         pixels = np.zeros(images.pixel_bytes, np.uint8)
-        await fetch_pixels(store, plan.run, images.encode, pixels)
+        for each in images.encode:
+            place = pixels[each.start : each.end].reshape(each.shape)
+            await fetch_pixels(store, plan.run, each.item, place)
         arrays |= {**images.arrays(), "images.pixels": pixels}
         assert set(IMAGE_ARRAYS) <= set(arrays)
     return Place(plan.layout, made.cp_size, made.cp_rank), arrays

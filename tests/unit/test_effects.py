@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
+from pipeline.batch.planning import plan_body
 from pipeline.batch.sampler import SamplerCore
-from pipeline.batch.yielding import make_plan
 from pipeline.config import load
 from pipeline.decision import Decision
 from schemas.config import RunConfig
@@ -155,7 +155,7 @@ def test_a_mask_survives_a_dump() -> None:
     loaded.load(orjson.loads(orjson.dumps(life.core.dump())))
     assert [f.masked for f in loaded.groups[SAMPLE].ordered()] == [False, True, False]
     plans = [
-        make_plan([core.groups[SAMPLE]], core.decisions, "r", 1, None)
+        Plan.model_validate_json(plan_body([core.groups[SAMPLE]], core.decisions, "r", 1, None).body)
         for core in (life.core, loaded)
         if core.decisions is not None
     ]

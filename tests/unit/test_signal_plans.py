@@ -5,12 +5,14 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from pipeline.batch.yielding import make_plan, penalty_factors
+from pipeline.batch.planning import plan_body
+from pipeline.batch.yielding import penalty_factors
 from schemas.facts import (
     BatchYielded,
     SequenceFinished,
 )
 from schemas.payload import ContextMeta, Flag, Span
+from schemas.plan import Plan
 from tests.unit.signal_life import PAIR, Life, member
 from tests.unit.signal_world import (
     graded,
@@ -102,7 +104,8 @@ def test_what_penalties_leave_nothing_of_is_dropped_from_context_to_sample() -> 
         (0, 8, True),
         (4, 8, False),
     ]
-    plan = make_plan([group], life.decisions, "r", 1, penalty_factors([group], life.decisions))
+    made = plan_body([group], life.decisions, "r", 1, penalty_factors([group], life.decisions))
+    plan = Plan.model_validate_json(made.body)
     assert sorted((s, c) for s, c in zip(plan.rows.sequence, plan.rows.context, strict=True)) == [
         (0, 1),
         (2, 0),
