@@ -27,6 +27,18 @@ class Broker(Section):
         description="nats://host:port of a server; empty: `packtrain demo` and `run` start an embedded one",
     )
     token_file: str = Field(default="", description="file that holds the server's token; empty: no token")
+    credentials_file: str = Field(
+        default="",
+        description="file that holds an nkey seed (as `packtrain secrets` writes, one a service) or a .creds file; empty: no user",
+    )
+    ca_file: str = Field(
+        default="",
+        description="PEM file of the authority that signed the server's certificate, for tls://; empty: the system's",
+    )
+    cert_file: str = Field(
+        default="", description="PEM certificate that we show the server; empty: none is asked for"
+    )
+    key_file: str = Field(default="", description="PEM key of cert_file")
     replicas: Literal[1, 3, 5] = Field(
         default=1, description="replicas of the run's stream; 3 needs a cluster"
     )
@@ -51,6 +63,16 @@ class Broker(Section):
         return value
 
     _url = field_validator("url")(without_credentials)
+
+    @model_validator(mode="after")
+    def _one_identity(self) -> Broker:
+        if self.token_file and self.credentials_file:
+            raise ValueError(
+                "token_file and credentials_file are both given: a client is let in by one; leave the other out"
+            )
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ValueError("cert_file and key_file go together: give both, or neither")
+        return self
 
 
 class Store(Section):
@@ -110,6 +132,10 @@ class Engine(Section):
     )
     url: str = Field(
         default="", description="http://host:port; empty: the tiny engine is started on a free port"
+    )
+    bind: str = Field(
+        default="",
+        description="host:port that the tiny engine listens on; empty: that of url, which must be an address of its machine",
     )
     replicas: tuple[str, ...] = Field(
         default=(),

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 import orjson
 
 from pipeline.hosts import tenant
+from pipeline.hosts.health import Health
 from pipeline.hosts.metrics import MeasuredPool, Measures, serving
 from pipeline.log import Log, end_tasks
 from pipeline.store import ObjectStore
@@ -47,7 +48,8 @@ _STOP_S = 5.0
 @dataclass(frozen=True)
 class Context:
     """What a service is given. `stop` is set by SIGTERM, SIGINT, or the end of the run; `hurry` by a second signal or the
-    end of the run, after which a host does not wait for its tenants. `drain_s` is how long it else may."""
+    end of the run, after which a host does not wait for its tenants. `drain_s` is how long it else may. The service says
+    `health.ready()` when it does its work."""
 
     config: RunConfig
     name: str
@@ -60,6 +62,7 @@ class Context:
     drain_s: float = 0.0
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     measures: Measures = field(default_factory=Measures)
+    health: Health = field(default_factory=Health)
 
     @property
     def run(self) -> str:

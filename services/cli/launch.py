@@ -235,7 +235,7 @@ class _Launch:
         update: dict[str, Any] = {
             "run": run,
             "directory": str(self.directory),
-            "broker": _absolute(broker, "token_file"),
+            "broker": _absolute(broker, *PATHS["broker"]),
         }
         store = given.store.model_copy(update={"url": store_url(given, self.directory)})
         update["store"] = _absolute(store, "credentials_file")

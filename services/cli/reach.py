@@ -32,7 +32,7 @@ GIVEN = "given.toml"
 IMPORTING = "importing.toml"
 """What becomes the record of a run when its import is complete."""
 PATHS: dict[str, tuple[str, ...]] = {
-    "broker": ("token_file",),
+    "broker": ("token_file", "credentials_file", "ca_file", "cert_file", "key_file"),
     "store": ("credentials_file",),
     "engine": ("token_file", "weights_dir"),
     "agent_loop": ("run_key_file", "journal_dir"),
