@@ -66,6 +66,8 @@ class _Collector:
             self._refuse(f"the log begins at message {first}, what was before is gone (broker.max_age_s)")
             return
         head = await self._ctx.log.head()
+        if self._kept >= head:
+            self._ctx.health.ready()
         behind = True
         async for event in self._ctx.log.read(first=self._kept + 1):
             self._core.read(event)
@@ -76,6 +78,7 @@ class _Collector:
                 if not await self._collect():
                     return
                 await self._keep(event.seq)
+                self._ctx.health.ready()
 
     async def _collect(self) -> bool:
         """Removes what may go now; whether it may go on."""
@@ -106,6 +109,7 @@ class _Collector:
         return self._mine
 
     def _refuse(self, why: str) -> None:
+        self._ctx.health.ready()
         self._ctx.logger.error("nothing more is removed from the store: %s", why)
 
     async def _restore(self) -> None:

@@ -14,4 +14,4 @@ async def _no_objects(objects: Mapping[str, bytes]) -> None:
 
 
 async def serve(ctx: Context) -> None:
-    await run_core(ctx.log, MixerCore(ctx.run), _no_objects, ctx.stop, ctx.name)
+    await run_core(ctx.log, MixerCore(ctx.run), _no_objects, ctx.stop, ctx.name, ctx.health.ready)

@@ -75,11 +75,14 @@ carry loss are read."""
 async def serve(ctx: Context, ack_wait_s: float = ACK_WAIT_S, max_deliver: int = MAX_DELIVER) -> None:
     shaper = Shaper(ctx)
     if not shaper.chains:
+        ctx.health.ready()
+        ctx.logger.info("nothing to do: the built-in rules of every source are the sampler's own to apply")
         await ctx.stop.wait()
         return
     often = {"ack_wait_s": ack_wait_s, "max_deliver": max_deliver}
     accepted = await ctx.log.work("hook", SampleAccepted.type, **often)
     graded = await ctx.log.work("hook-graded", SampleGraded.type, **often)
+    ctx.health.ready()
     try:
         await _all(
             (

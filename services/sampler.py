@@ -18,4 +18,4 @@ async def serve(ctx: Context) -> None:
             with contextlib.suppress(ObjectExists):
                 await ctx.store.create(key, body)
 
-    await run_core(ctx.log, SamplerCore(ctx.run), write, ctx.stop, ctx.name)
+    await run_core(ctx.log, SamplerCore(ctx.run), write, ctx.stop, ctx.name, ctx.health.ready)

@@ -1,6 +1,8 @@
-"""What a process measures, and `/metrics` for Prometheus, where `metrics.bind` says.
+"""What a process measures, and whether it serves: `/metrics` for Prometheus, `/livez` and `/readyz`, where `metrics.bind` says.
 
 Promises:
+- `/livez` is answered while the event loop turns: a loop that is blocked answers nothing, and whoever asks gives up;
+- `/readyz` is 200 with `ok`, or 503 with the one reason that `Health.fault` has;
 - names and labels are few: pools, sources and resources, never tenants;
 - a scrape reads numbers that are there, it takes no lock that a tenant waits for.
 """
@@ -8,12 +10,13 @@ Promises:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.hosts.health import Health
 from pipeline.hosts.histogram import Histogram
 from pipeline.hosts.report import HostReport
 from pipeline.hosts.requests import Requests
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_SHUTDOWN_S = 1.0
 BUCKETS_BYTES = tuple(float(1 << n) for n in range(24, 38, 2))
 
 
@@ -43,6 +47,10 @@ class Measures:
     grading_cost: dict[str, float] = field(default_factory=dict[str, float])
     removed: Counter[str] = field(default_factory=Counter[str])
     """Objects that the collector removed, by reason."""
+    collectors: list[Callable[[], Iterable[Metric]]] = field(
+        default_factory=list[Callable[[], "Iterable[Metric]"]]
+    )
+    """What else a service tells at a scrape: families of its own."""
     address: str = ""
 
     def trial(self, pool: str, took: Mapping[str, float], peak_bytes: int) -> None:
@@ -159,6 +167,8 @@ class _Collector:
             removed.add_metric([reason], count)
         yield removed
         yield from self._requests()
+        for collect in self._measures.collectors:
+            yield from collect()
 
     def _requests(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -190,8 +200,9 @@ class _Collector:
 
 
 @asynccontextmanager
-async def serving(bind: str, service: str, measures: Measures) -> AsyncGenerator[None]:
-    """Serves `/metrics` at `host:port` meanwhile, and says in `measures.address` where; nothing for an empty one.
+async def serving(bind: str, service: str, measures: Measures, health: Health) -> AsyncGenerator[None]:
+    """Serves `/metrics`, `/livez` and `/readyz` at `host:port` meanwhile, and says in `measures.address` where the first is;
+    nothing for an empty one.
 
     Raises BadBind.
     """
@@ -210,9 +221,19 @@ async def serving(bind: str, service: str, measures: Measures) -> AsyncGenerator
     async def scrape(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def live(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def ready(_: web.Request) -> web.Response:
+        fault = health.fault()
+        return web.Response(text=f"{fault or 'ok'}\n", status=503 if fault else 200)
+
     application = web.Application()
     application.router.add_get("/metrics", scrape)
-    runner = web.AppRunner(application, access_log=None)
+    application.router.add_get("/livez", live)
+    application.router.add_get("/readyz", ready)
+    # Who asks slowly does not hold up a process that ends.
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     host, _, port = bind.rpartition(":")
     try:

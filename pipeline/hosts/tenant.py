@@ -2,6 +2,7 @@
 
 Promises:
 - `current()` is the tenant in whose context the caller runs, in its tasks and in threads that were given its context;
+- `ids()` are those of the fact that the caller's work is on, as its log lines carry them, in the same contexts;
 - `of_task` tells it of any task of a loop with `install`, from any thread;
 - on such a loop `SystemExit` and `KeyboardInterrupt` of a tenant's task are that task's failure (`TenantExited`): asyncio's own
   would end the loop, and with it every other tenant.
@@ -12,10 +13,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+from schemas.facts import Fact
+
+ID_FIELDS = ("sample", "sequence", "attempt", "step")
+"""Of facts, and of the log lines of who works on one."""
 
 
 class TenantExited(Exception):
@@ -31,12 +37,22 @@ class Tenant:
 
 
 _CURRENT: ContextVar[Tenant | None] = ContextVar("tenant", default=None)
+_IDS: ContextVar[Mapping[str, str | int] | None] = ContextVar("ids", default=None)
 _TASKS: weakref.WeakKeyDictionary[asyncio.Future[Any], Tenant] = weakref.WeakKeyDictionary()
 _Factory = Callable[..., "asyncio.Future[Any]"]
 
 
 def current() -> Tenant | None:
     return _CURRENT.get()
+
+
+def ids() -> Mapping[str, str | int]:
+    return _IDS.get() or {}
+
+
+def work_on(fact: Fact) -> None:
+    """The running task, and all that it starts from now on, works on this fact: its ids, as many as it has of `ID_FIELDS`."""
+    _IDS.set({name: value for name in ID_FIELDS if (value := getattr(fact, name, None)) is not None})
 
 
 def enter(tenant: Tenant) -> None:

@@ -6,6 +6,7 @@ Promises:
 - it keeps the fact its own while the handler lives. Stopped, it takes no more, and hands back what has not ended within
   `drain_s`, or when it shall hurry; a fact that is delivered again meanwhile, as the broker was away and did not hear that it
   is kept, is not handled a second time beside the first;
+- each log line of a handler, its tasks and its threads carries the ids of its fact (`pipeline.hosts.tenant`);
 - a handler that raises, whatever it raises, costs its own delivery (which is retried, with growing delay), never another's;
 - a fact costs at most `max_deliver` handlers, whatever it does to them: then it is a dead letter
   (`pipeline.log.dead_letters`), and comes back when a person retries it.
@@ -21,6 +22,7 @@ from collections.abc import Awaitable, Callable
 
 from nats.errors import Error as NatsError
 
+from pipeline.hosts import tenant
 from pipeline.log.dead_letters import REASON, printable
 from pipeline.log.patience import LogError
 from pipeline.log.pull import LOWEST
@@ -116,6 +118,7 @@ async def _handle(
     handler: Callable[[Delivery], Awaitable[None]],
     last_word: LastWord | None,
 ) -> None:
+    tenant.work_on(delivery.event.fact)
     alive = asyncio.create_task(_keep(delivery, work.ack_wait_s / 3))
     try:
         if delivery.attempt > work.max_deliver:

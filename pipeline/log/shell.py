@@ -40,13 +40,21 @@ class _Waiting:
     cause: Event
 
 
-async def run_core(log: Log, core: Core, write: Write, stop: asyncio.Event, name: str = "") -> None:
+async def run_core(
+    log: Log,
+    core: Core,
+    write: Write,
+    stop: asyncio.Event,
+    name: str = "",
+    caught_up: Callable[[], None] = lambda: None,
+) -> None:
     """Runs a fresh core over the log until `stop` is set. `write` stores objects, and accepts those that exist.
 
-    `name`: of the service, whose snapshots are used and made; empty: none. Raises LogError when the log has lost its
+    `name`: of the service, whose snapshots are used and made; empty: none. `caught_up` is called once, when it has folded what
+    was in the log as it began, and all that it decided on is published. Raises LogError when the log has lost its
     beginning and no snapshot covers it.
     """
-    shell = _Shell(log, core, write, Snapshots(log, name, core.STATE_VERSION) if name else None)
+    shell = _Shell(log, core, write, Snapshots(log, name, core.STATE_VERSION) if name else None, caught_up)
     folding = asyncio.create_task(shell.run())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -58,11 +66,19 @@ async def run_core(log: Log, core: Core, write: Write, stop: asyncio.Event, name
 
 
 class _Shell:
-    def __init__(self, log: Log, core: Core, write: Write, snapshots: Snapshots | None) -> None:
+    def __init__(
+        self,
+        log: Log,
+        core: Core,
+        write: Write,
+        snapshots: Snapshots | None,
+        caught_up: Callable[[], None],
+    ) -> None:
         self.log = log
         self.core = core
         self.write = write
         self.snapshots = snapshots
+        self.caught_up = caught_up
         self.waiting: dict[str, _Waiting] = {}
         # Subjects of what is published and has not come back through the stream.
         self.published: set[str] = set()
@@ -72,6 +88,9 @@ class _Shell:
     async def run(self) -> None:
         await self._restore()
         head = await self.log.head()
+        behind = self.kept < head
+        if not behind:
+            self.caught_up()
         # With what is no event: one of those may be the newest message of all.
         async for event in self.log.read(first=self.kept + 1):
             if isinstance(event, Event):
@@ -81,6 +100,9 @@ class _Shell:
             while self.waiting:
                 await self._publish([self.waiting.pop(key) for key in list(self.waiting)[:_AT_ONCE]])
             await self._keep(event.seq)
+            if behind:
+                behind = False
+                self.caught_up()
 
     def _fold(self, event: Event) -> None:
         subject = event.fact.subject(self.log.run).text

@@ -33,6 +33,7 @@ async def serve(ctx: Context, limits: Limits = _LIMITS) -> None:
         if source.name in made
     }
     work = await ctx.log.work("grader", "sample.completed", ack_wait_s=limits.ack_wait_s)
+    ctx.health.ready()
 
     async def handle(delivery: Delivery) -> None:
         completed = delivery.event.fact

@@ -19,6 +19,7 @@ from pipeline.log.limits import Limit
 from pipeline.log.work import MAX_PENDING
 from schemas.config import Pool
 from schemas.facts import SequenceOpened
+from schemas.names import harness_work
 from services.harness.host import Host as Trials
 from services.process import Context
 
@@ -64,12 +65,13 @@ async def serve(ctx: Context) -> None:
     trials = Trials(ctx, Measured(harness, pool.name, ctx.measures), environments, run_key)
     limit = Limit(ctx.log, "pool", pool.name, pool.concurrency)
     work = await ctx.log.work(
-        f"harness-{pool.name}",
+        harness_work(pool.name),
         SequenceOpened.type,
         source=pool.name,
         ack_wait_s=ctx.config.agent_loop.ack_wait_s,
         max_pending=await limit.read() or MAX_PENDING,
     )
+    ctx.health.ready()
     place = Place(ctx.name, "harness", pool.name)
     host = Host(ctx.log, place, pool.tenants, ctx.measures, threads=pool.threads, logger=ctx.logger)
     serving = host.serve(work, trials.handle, ctx.stop, drain_s=ctx.drain_s, hurry=ctx.hurry)

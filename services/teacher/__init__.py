@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.engines.scores import Scores
-from pipeline.log import Delivery, end_tasks, serve_work
+from pipeline.log import Delivery, Work, end_tasks, serve_work
 from pipeline.log.dead_letters import printable
 from pipeline.signal.chunks import chunks, rows_of
 from pipeline.store import ObjectDamaged, ObjectExists, ObjectMissing
@@ -31,7 +31,7 @@ from pipeline.store.spilled import spilled_spans
 from schemas.config import Teacher
 from schemas.facts import SequenceFinished, SequenceScored
 from schemas.keys import sidecar_key
-from schemas.names import attempt_id
+from schemas.names import attempt_id, teacher_work
 from schemas.payload import PayloadHeader, Span
 from services.process import Context
 from services.teacher.asking import Asker, Unscorable
@@ -46,13 +46,14 @@ _LOWEST, _HIGHEST = -9999.0, 1e-3
 
 
 async def serve(ctx: Context) -> None:
-    """Runs until `ctx.stop`. Raises ValueError where no source has a teacher, and what `open_scorer` raises."""
+    """Runs until `ctx.stop`, with nothing to do where no source has a teacher. Raises what `open_scorer` raises."""
     named = {name for source in ctx.config.sources for name in source.teachers}
     teachers = [teacher for teacher in ctx.config.teachers if teacher.name in named]
     if not teachers:
-        raise ValueError(
-            "no source names a teacher: name one in sources.teachers, or do not run this service"
-        )
+        ctx.health.ready()
+        ctx.logger.info("nothing to do: no source names a teacher in sources.teachers")
+        await ctx.stop.wait()
+        return
     askers: list[Asker] = []
     tasks: list[asyncio.Task[None]] = []
     watching: list[asyncio.Task[None]] = []
@@ -63,7 +64,11 @@ async def serve(ctx: Context) -> None:
             watching.append(asyncio.create_task(asker.watch()))
             for source in ctx.config.sources:
                 if teacher.name in source.teachers:
-                    tasks.append(asyncio.create_task(_score_source(ctx, teacher, asker, source.name)))
+                    work = await _work(ctx, teacher, source.name)
+                    desk = Desk(ctx, teacher, asker)
+                    scoring = serve_work(work, teacher.concurrency, desk.handle, ctx.stop, desk.last_word)
+                    tasks.append(asyncio.create_task(scoring))
+        ctx.health.ready()
         done, _ = await asyncio.wait((*tasks, *watching), return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -74,21 +79,14 @@ async def serve(ctx: Context) -> None:
             await asker.close()
 
 
-def work_name(teacher: str, source: str) -> str:
-    """The work consumer of a teacher and a source. With the name's length, as both may hold the hyphen between them."""
-    return f"teacher-{len(teacher)}-{teacher}-{source}"
-
-
-async def _score_source(ctx: Context, teacher: Teacher, asker: Asker, source: str) -> None:
-    desk = Desk(ctx, teacher, asker)
-    work = await ctx.log.work(
-        work_name(teacher.name, source),
+async def _work(ctx: Context, teacher: Teacher, source: str) -> Work:
+    return await ctx.log.work(
+        teacher_work(teacher.name, source),
         "sequence.finished",
         source=source,
         ack_wait_s=ACK_WAIT_S,
         max_pending=_PROCESSES * teacher.concurrency,
     )
-    await serve_work(work, teacher.concurrency, desk.handle, ctx.stop, desk.last_word)
 
 
 class Desk:

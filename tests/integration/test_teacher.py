@@ -25,9 +25,10 @@ from pipeline.store.payload import read_columns, write_sidecar
 from schemas.config import Broker, Teacher
 from schemas.facts import SequenceFinished, SequenceScored
 from schemas.keys import sidecar_key
+from schemas.names import teacher_work
 from schemas.payload import ImageItem, Span
 from services.cli.embedded import free_port
-from services.teacher import asking, work_name
+from services.teacher import asking
 from services.teacher.asking import Asker, Unscorable
 from services.teacher.engines import TinyScorer
 from tests.teacher_parts import answers, finished, said, serving, teaching, tokens
@@ -156,7 +157,7 @@ async def test_a_teacher_that_is_away_loses_nothing_and_holds_up_no_other_source
         assert {teacher for _, teacher in await answers(log, 6)} == {"own"}
         async with asyncio.timeout(30):
             while True:
-                waiting = await log.js.consumer_info(log.stream, work_name("far", "math"))
+                waiting = await log.js.consumer_info(log.stream, teacher_work("far", "math"))
                 if waiting.num_ack_pending == 2 and "teacher far is away" in caplog.text:
                     break
                 await asyncio.sleep(0.02)
@@ -176,7 +177,7 @@ async def test_a_teacher_that_is_away_loses_nothing_and_holds_up_no_other_source
 
 async def deliveries(log: Log, teacher: str) -> int:
     """Of the work of a teacher and the source `math`: of a sequence that was handed back, two and more."""
-    delivered = (await log.js.consumer_info(log.stream, work_name(teacher, "math"))).delivered
+    delivered = (await log.js.consumer_info(log.stream, teacher_work(teacher, "math"))).delivered
     assert delivered is not None
     return delivered.consumer_seq
 
@@ -399,6 +400,6 @@ async def test_what_fails_while_the_teacher_scores_others_is_the_rows_fault(
 
 def test_the_work_of_no_two_pairs_has_one_name() -> None:
     pairs = [("a-b", "c"), ("a", "b-c"), ("a", "b"), ("t" * 32, "s" * 64)]
-    names = [work_name(*pair) for pair in pairs]
+    names = [teacher_work(*pair) for pair in pairs]
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= 128
