@@ -15,7 +15,7 @@ from schemas.facts import MAX_BODY, MAX_LEFT_OUT
 from schemas.names import Name
 from schemas.parallel import LayoutName, Sizes
 from schemas.section import Section
-from schemas.servers import Broker, Engine, Retention, Store
+from schemas.servers import Broker, Engine, Retention, Store, checked_bind
 from schemas.shares import largest_remainder
 from schemas.signal import Grader, Hook, Mixer, Penalty, Teacher
 from schemas.sources import Accept, Behaviour, Effect, Environment, Source, SourceName, Timeouts
@@ -107,11 +107,12 @@ class Pool(Section):
 class AgentLoop(Section):
     """The agent-loop hosts."""
 
-    hosts: int = Field(default=1, ge=1, le=1024, description="processes")
+    hosts: int = Field(default=1, ge=1, le=1024, description="processes that the launcher starts")
     tenants: int = Field(default=64, ge=1, le=10_000, description="sessions in one host at a time")
     bind: str = Field(default="127.0.0.1", description="address that session URLs are served on")
     advertise: str = Field(
-        default="", description="address that harness hosts reach it at; empty: the bound one"
+        default="",
+        description="address that harness hosts reach it at; empty: the bound one, and for bind 0.0.0.0 or :: (every address) the one that the machine has towards the broker",
     )
     trial_budget_s: float = Field(
         default=120.0,
@@ -254,7 +255,10 @@ class Trainer(Section):
         description="where the advantage is negative, a ratio above this, dual-clip PPO's c > 1, has no gradient; 0: no such bound",
     )
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this global norm")
-    rendezvous: str = Field(default="", description="host:port of rank 0; empty: a free loopback port")
+    rendezvous: str = Field(
+        default="",
+        description="host:port of rank 0, where all ranks meet; empty: a free loopback port, for ranks that one process starts",
+    )
     threads: int = Field(default=1, ge=1, le=256, description="torch threads of a rank")
 
     @field_validator("clip_negative_high")
@@ -272,16 +276,10 @@ class Metrics(Section):
 
     bind: str = Field(
         default="",
-        description="host:port on which every service process serves /metrics; port 0: a free one each, which `packtrain status --json` tells for hosts; empty: nowhere",
+        description="host:port on which every service process serves /metrics; port 0: a free one each, which `packtrain status --json` tells for hosts; a trainer's ranks that one `packtrain service trainer` runs take the port and those after it; empty: nowhere",
     )
 
-    @field_validator("bind")
-    @classmethod
-    def _address(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if value and not (host and port.isdecimal() and int(port) < 65536):
-            raise ValueError(f"{value!r} is not host:port, as 127.0.0.1:0")
-        return value
+    _bind = field_validator("bind")(checked_bind)
 
 
 def _named(sources: tuple[Source, ...], name: str) -> Source:

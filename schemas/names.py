@@ -96,6 +96,20 @@ def dead_letter_subject(run: str, reader: str | None = None, seq: int | None = N
     return prefix if seq is None else f"{prefix}.{seq}"
 
 
+MALFORMED = "malformed"
+"""Reader, in a dead letter's subject, of what is no event: every reader."""
+
+
+def harness_work(pool: str) -> str:
+    """The work consumer of a pool's hosts."""
+    return f"harness-{pool}"
+
+
+def teacher_work(teacher: str, source: str) -> str:
+    """The work consumer of a teacher and a source. With the name's length, as both may hold the hyphen between them."""
+    return f"teacher-{len(teacher)}-{teacher}-{source}"
+
+
 def sample_id(source: str, index: int) -> str:
     return checked_name(f"{source}-{index:06d}", "sample id")
 

@@ -19,6 +19,14 @@ def without_credentials(url: str) -> str:
     return url
 
 
+def checked_bind(value: str) -> str:
+    """host:port to listen on, or nothing; raises ValueError."""
+    host, _, port = value.rpartition(":")
+    if value and not (host and port.isascii() and port.isdecimal() and int(port[:6]) < 65_536):
+        raise ValueError(f"{value!r} is not host:port, as 127.0.0.1:0")
+    return value
+
+
 class Broker(Section):
     """The NATS server with JetStream."""
 
@@ -135,7 +143,7 @@ class Engine(Section):
     )
     bind: str = Field(
         default="",
-        description="host:port that the tiny engine listens on; empty: that of url, which must be an address of its machine",
+        description="host:port that the tiny engine listens on, as 0.0.0.0:8100 in a container whose name is in url; empty: that of url, which must be an address of its machine",
     )
     replicas: tuple[str, ...] = Field(
         default=(),
@@ -176,8 +184,18 @@ class Engine(Section):
     def _urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(without_credentials(url) for url in value)
 
+    _bind = field_validator("bind")(checked_bind)
+
     @model_validator(mode="after")
     def _given(self) -> Engine:
+        if self.bind and not (self.kind == "tiny" and self.url):
+            raise ValueError(
+                "engine.bind is where the tiny engine listens, and engine.url where others reach it: give url too"
+                if self.kind == "tiny"
+                else f"engine.bind is for the tiny engine, and engine.kind is {self.kind!r}: leave it out"
+            )
+        if self.bind and not int(self.bind.rpartition(":")[2]):
+            raise ValueError(f"engine.bind {self.bind!r} has no port that engine.url could name: give one")
         if self.kind != "tiny" and not self.url:
             raise ValueError(
                 f"engine.kind is {self.kind!r} and engine.url is empty: only the tiny engine is started"

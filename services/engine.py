@@ -57,7 +57,7 @@ async def _serve_tiny(ctx: Context, token: str | None) -> None:
     newest = await ctx.log.latest("policy.published")
     if newest is not None:
         await _load(ctx, engine, newest)
-    address = urlsplit(settings.url)
+    address = urlsplit(f"//{settings.bind}" if settings.bind else settings.url)
     runner, port = await listen(
         create_app(engine, token, settings.policy),
         address.hostname or "127.0.0.1",
@@ -65,6 +65,7 @@ async def _serve_tiny(ctx: Context, token: str | None) -> None:
         token,
     )
     ctx.logger.info("serving %s, version %d, on port %d", settings.policy, engine.version, port)
+    ctx.health.ready()
     following = asyncio.create_task(_follow(ctx, engine, newest.seq + 1 if newest is not None else 1))
     ended = asyncio.create_task(engine.ended())
     stopping = asyncio.create_task(ctx.stop.wait())
@@ -141,6 +142,7 @@ async def _keep_current(ctx: Context, token: str | None) -> None:
     replicas = open_replicas(settings, token)
     newest = _Newest(await ctx.log.latest("policy.published"))
     following = asyncio.create_task(newest.follow(ctx))
+    ctx.health.ready()
     stopping = asyncio.create_task(ctx.stop.wait())
     # Each for itself: one that hangs in loading may take minutes.
     keeping = [asyncio.create_task(_keep(ctx, newest, weights, replica)) for replica in replicas]

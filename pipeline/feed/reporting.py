@@ -84,7 +84,7 @@ class Reports:
 
     async def __aenter__(self) -> Reports:
         """Raises BrokerUnavailable."""
-        log = await Log.connect(self._broker, self._run, self._producer)
+        log = await Log.connect(self._broker, self._run, self._producer, user="trainer")
         try:
             newest = await log.latest("step.trained")
             if newest is not None and isinstance(newest.fact, StepTrained):

@@ -21,9 +21,11 @@ from pipeline.engines.client import open_engine
 from pipeline.engines.policies import policy_dir
 from pipeline.hosts.engine import MeasuredEngine
 from pipeline.hosts.host import Host, Place
+from pipeline.hosts.machine import ANY_ADDRESS, towards
 from pipeline.log import end_tasks
 from pipeline.secret_file import read_secret
 from pipeline.signal.rules import judge_of
+from schemas.config import RunConfig
 from schemas.facts import SequenceDispatched
 from services.agent_loop.host import Host as Sequences
 from services.agent_loop.host import max_deliver
@@ -45,7 +47,8 @@ async def serve(ctx: Context) -> None:
     showing = load_showing(policy, renderer, given.vision, uploads.see)
     rules = {pool.name: load_rules(pool_rules(pool)) for pool in config.pools}
     judges = {source.name: judge_of(source.penalties) for source in config.sources}
-    name = f"al-{ctx.index}-{secrets.token_hex(4)}"
+    # A new one for every process: what a killed one's was is told apart from its successor's.
+    name = f"al-{ctx.name.removeprefix('agent-loop-')}-{secrets.token_hex(4)}"
     token_file = config.engine.token_file
     token = read_secret(token_file, "engine.token_file") if token_file else None
     journal = _journal(settings.journal_dir, name)
@@ -62,7 +65,7 @@ async def serve(ctx: Context) -> None:
         await runner.setup()
         listening = _listen(settings.bind)
         await web.SockSite(runner, listening).start()
-        base_url = _base_url(settings.advertise or settings.bind, listening)
+        base_url = _base_url(await _reached_at(config), listening)
         sequences = Sequences(ctx, name, base_url, capture, engine, uploads, rules, journal, recovery, judges)
         work = await ctx.log.work(
             WORK,
@@ -70,6 +73,7 @@ async def serve(ctx: Context) -> None:
             ack_wait_s=settings.ack_wait_s,
             max_deliver=max_deliver(settings),
         )
+        ctx.health.ready()
         host = Host(ctx.log, Place(ctx.name, "agent-loop"), settings.tenants, ctx.measures, logger=ctx.logger)
         serving = host.serve(
             work,
@@ -111,11 +115,21 @@ def _listen(address: str) -> socket.socket:
     """A listening socket on a free port of the address; raises OSError that names `agent_loop.bind`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, 0), family=family, backlog=1024)
+        # `::` takes both families.
+        both = address == ANY_ADDRESS[1] and socket.has_dualstack_ipv6()
+        return socket.create_server((address, 0), family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
         raise OSError(
             f"agent_loop.bind {address!r}: {error.strerror or error}; use an address of this machine"
         ) from error
+
+
+async def _reached_at(config: RunConfig) -> str:
+    """The address that harness hosts are told. Raises NoAddress."""
+    settings = config.agent_loop
+    if settings.advertise or settings.bind not in ANY_ADDRESS:
+        return settings.advertise or settings.bind
+    return await towards(config.broker.url, settings.bind)
 
 
 def _base_url(address: str, listening: socket.socket) -> str:

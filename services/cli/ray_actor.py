@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pipeline.hosts.machine import ANY_ADDRESS
 from pipeline.secret_file import read_secret
 from schemas.config import RunConfig
 from services.cli.service import check_place, label, loop_of
@@ -30,12 +31,15 @@ from services.process import SERVICES, run_service
 
 SECRETS = (
     ("broker", "token_file"),
+    ("broker", "credentials_file"),
+    ("broker", "ca_file"),
+    ("broker", "cert_file"),
+    ("broker", "key_file"),
     ("store", "credentials_file"),
     ("engine", "token_file"),
     ("agent_loop", "run_key_file"),
 )
-"""The keys of a configuration that name a file with a secret."""
-ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104  # compared with, not listened on
+"""The keys of a configuration that name a file with a secret, or one that goes with it: an actor's node has neither."""
 
 
 class HostFailed(RuntimeError):

@@ -37,19 +37,21 @@ class GaveUp(RuntimeError):
 
 @dataclass(frozen=True)
 class Member:
-    """One process. `argv` holds no secret; stdout and stderr are appended to `log`."""
+    """One process. `argv` holds no secret; stdout and stderr are appended to `log`, or are ours when there is none."""
 
     name: str
     argv: tuple[str, ...]
-    log: Path
+    log: Path | None = None
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Members that are started and restarted together: one, or the ranks of a trainer."""
+    """Members that are started and restarted together: one, or the ranks of a trainer. `ends`: it is over, and not started
+    anew, when all have ended well."""
 
     name: str
     members: tuple[Member, ...]
+    ends: bool = False
 
 
 @dataclass
@@ -97,7 +99,7 @@ class _Child:
             if os.getppid() != launcher:  # it died between fork and prctl
                 os._exit(1)
 
-        with member.log.open("ab") as log:
+        with contextlib.nullcontext() if member.log is None else member.log.open("ab") as log:
             # A session of its own: Ctrl-C in the terminal reaches the launcher alone, which stops the children in order.
             self._process = subprocess.Popen(
                 member.argv,
@@ -144,9 +146,10 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._stopping: dict[str, _Child] = {}
 
-    def keep(self, unit: Unit) -> None:
-        """Starts a unit and keeps it alive. When it is given up, `gave_up` has the GaveUp."""
-        self._keepers[unit.name] = asyncio.create_task(self._keep(unit), name=f"keep {unit.name}")
+    def keep(self, unit: Unit) -> asyncio.Task[None]:
+        """Starts a unit and keeps it alive until the task is done: it is over, or given up, and `gave_up` has the GaveUp."""
+        keeper = self._keepers[unit.name] = asyncio.create_task(self._keep(unit), name=f"keep {unit.name}")
+        return keeper
 
     def units(self) -> list[str]:
         """Names of the units that are kept."""
@@ -207,7 +210,9 @@ class Supervisor:
                 for member in unit.members:
                     children[member.name] = _Child(member)
                 self._changed()
-                ended = await self._first_death(list(children.values()))
+                ended = await self._first_death(list(children.values()), unit.ends)
+                if ended is None:
+                    return
                 await _end([c for c in children.values() if c is not ended], 0.0)
                 # One that ended well was told to, by somebody, or has no more to do: not a reason to give up.
                 delay = deaths.died(time.monotonic()) if ended.done.result() else 0.0
@@ -218,8 +223,9 @@ class Supervisor:
         except (GaveUp, OSError) as error:
             self.give_up(error if isinstance(error, GaveUp) else GaveUp(f"{unit.name}: {error}"))
 
-    async def _first_death(self, children: Sequence[_Child]) -> _Child:
-        """The first child to end badly, or to end at all when the run is not over soon after: `ending` would say so."""
+    async def _first_death(self, children: Sequence[_Child], ends: bool) -> _Child | None:
+        """The first child to end badly, or to end at all when the run is not over soon after: `ending` would say so. None when
+        all have ended well, if that `ends` them."""
         pending = {c.done for c in children}
         while pending:
             timeout = None if len(pending) == len(children) else _QUIET_EXIT_S
@@ -229,6 +235,8 @@ class Supervisor:
                 return bad
             if not done:
                 break
+        if ends and not pending:
+            return None
         await self.ended_well()
         return next(c for c in children if c.done.done())
 
@@ -256,6 +264,8 @@ def _how(child: _Child) -> str:
 
 def _obituary(unit: Unit, ended: _Child, deaths: Deaths) -> str:
     log = ended.member.log
+    told = f"{unit.name} died {len(deaths.times)} times within {deaths.window_s:.0f} s; {ended.member.name} ended with {_how(ended)}"
+    if log is None:
+        return told
     said = last_line(log)
-    times = f"{unit.name} died {len(deaths.times)} times within {deaths.window_s:.0f} s"
-    return f"{times}; {ended.member.name} ended with {_how(ended)}{': ' if said else ''}{said}; see {log}"
+    return f"{told}{': ' if said else ''}{said}; see {log}"

@@ -11,13 +11,15 @@ _STOP_S = 3.0
 
 
 async def serve(ctx: Context) -> None:
-    """Runs rank `ctx.index` until the run stops or it is told to; raises what the rank raises."""
+    """Runs rank `ctx.index`, a number, until the run stops or it is told to; raises what the rank raises."""
     import torch
 
     from pipeline.feed.feed import FeedStopped, open_feed
     from services.trainer import ranks
     from services.trainer.loop import Rank
 
+    rank = ctx.index
+    assert rank is not None, "a rank is given its number"
     torch.set_num_threads(ctx.config.trainer.threads)
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[None] = loop.create_future()
@@ -33,8 +35,9 @@ async def serve(ctx: Context) -> None:
     def work() -> None:
         try:
             batch = ctx.config.batch
-            mesh = ranks.join(ctx.config.trainer.rendezvous, ctx.index, batch.sizes, batch.adaptive_cp)
-            with open_feed(ctx.config, ctx.index, stop=ctx.stop.is_set) as feed:
+            mesh = ranks.join(ctx.config.trainer.rendezvous, rank, batch.sizes, batch.adaptive_cp)
+            ctx.health.ready()
+            with open_feed(ctx.config, rank, stop=ctx.stop.is_set) as feed:
                 Rank(ctx, feed, mesh, loop).run()
             ranks.leave()
         except BaseException as error:
@@ -43,7 +46,7 @@ async def serve(ctx: Context) -> None:
             loop.call_soon_threadsafe(settle, None)
 
     # A daemon: a rank that waits in a collective for one that is gone cannot be told to stop.
-    threading.Thread(target=work, name=f"rank-{ctx.index}", daemon=True).start()
+    threading.Thread(target=work, name=f"rank-{rank}", daemon=True).start()
     stopping = asyncio.create_task(ctx.stop.wait())
     await asyncio.wait([outcome, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not outcome.done():

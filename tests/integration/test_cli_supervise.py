@@ -41,6 +41,15 @@ def script(tmp_path: Path, name: str, body: str) -> Member:
     return Member(name, (sys.executable, "-S", str(path)), tmp_path / f"{name}.log")
 
 
+def log_of(member: Member) -> Path:
+    assert member.log is not None
+    return member.log
+
+
+def said(member: Member) -> str:
+    return last_line(log_of(member))
+
+
 SLEEPS = "import time\nprint('up', flush=True)\ntime.sleep(600)"
 
 
@@ -124,11 +133,11 @@ async def test_stop_asks_first_and_then_kills_also_what_a_child_started(
     )  # fmt: skip
     for member in (polite, stubborn):
         supervisor.keep(Unit(member.name, (member,)))
-    await until(lambda: last_line(polite.log) and last_line(stubborn.log), "both are up")
-    grandchild = int(last_line(stubborn.log))
+    await until(lambda: said(polite) and said(stubborn), "both are up")
+    grandchild = int(said(stubborn))
     pids = [*supervisor.pids().values(), grandchild]
     await supervisor.stop(grace_s=0.5)
-    assert last_line(polite.log) == "bye"
+    assert said(polite) == "bye"
     await until(lambda: not any(alive(pid) for pid in pids), "nothing is left")
     assert supervisor.restarts == {}
 
@@ -147,8 +156,8 @@ async def test_what_a_dead_process_leaves_in_its_group_is_killed(
         """,
     )
     supervisor.keep(Unit("parent", (member,)))
-    await until(lambda: member.log.exists() and last_line(member.log), "it has a child")
-    child = int(last_line(member.log))
+    await until(lambda: said(member), "it has a child")
+    child = int(said(member))
     os.kill(supervisor.pids()["parent"], signal.SIGKILL)
     await until(lambda: not alive(child), "its child is gone")
 
@@ -161,9 +170,32 @@ async def test_a_process_that_ends_well_at_the_end_of_the_run_is_not_started_aga
     )  # stdin is /dev/null: ends with status 0
     supervisor.ending.set()
     supervisor.keep(Unit("done", (member,)))
-    await until(lambda: member.log.exists() and not supervisor.pids(), "it ended")
+    await until(lambda: log_of(member).exists() and not supervisor.pids(), "it ended")
     await supervisor.stop()
     assert supervisor.restarts == {}
+
+
+async def test_a_gang_that_ends_is_over_when_all_have_ended_well_and_not_before(
+    tmp_path: Path, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_QUIET_EXIT_S", 0.1)
+    waits = """
+        import sys, time
+        from pathlib import Path
+        while not Path(__file__).with_name({!r}).exists():
+            time.sleep(0.02)
+        print("over", flush=True)
+        """
+    members = tuple(script(tmp_path, f"rank-{i}", waits.format(f"end-{i}")) for i in range(2))
+    keeper = supervisor.keep(Unit("gang", members, ends=True))
+    (tmp_path / "end-0").touch()
+    await until(lambda: supervisor.restarts["gang"] == 1, "one that ends alone is missed by the others")
+    assert supervisor.causes["gang"] == "rank-0 ended with exit status 0"
+    (tmp_path / "end-1").touch()
+    await asyncio.wait_for(keeper, DEADLINE_S)
+    assert [said(member) for member in members] == ["over", "over"]
+    assert not supervisor.gave_up.done()
+    assert supervisor.pids() == {}
 
 
 async def test_a_process_that_somebody_stopped_in_mid_run_is_started_again(
@@ -177,8 +209,8 @@ async def test_a_process_that_somebody_stopped_in_mid_run_is_started_again(
     )
     supervisor.keep(Unit("told", (member,)))
     for restart in range(1, LIMIT + 2):  # it ends well, so it is never given up
-        await until(lambda: last_line(member.log) == "up", "it is up")
-        member.log.write_text("")
+        await until(lambda: said(member) == "up", "it is up")
+        log_of(member).write_text("")
         os.kill(supervisor.pids()["told"], signal.SIGTERM)
         await until(lambda restart=restart: supervisor.restarts["told"] == restart, f"restart {restart}")
     assert supervisor.causes["told"] == "told ended with exit status 0"

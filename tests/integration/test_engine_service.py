@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -59,6 +60,18 @@ async def test_it_starts_with_the_newest_weights_and_follows_what_is_published(c
         assert await client.version() == 2
         await publish(context, 3)
         while await client.version() != 3:
+            assert not serving.done(), serving
+        context.stop.set()
+        await serving
+
+
+async def test_it_listens_where_it_is_told_and_not_where_others_reach_it(context: Context) -> None:
+    port = urlsplit(context.config.engine.url).port
+    bound = {"url": f"http://engine.invalid:{port}", "bind": f"127.0.0.1:{port}"}
+    config = context.config.model_copy(update={"engine": context.config.engine.model_copy(update=bound)})
+    serving = asyncio.create_task(engine.serve(replace(context, config=config)))
+    async with EngineClient(f"http://127.0.0.1:{port}") as client, asyncio.timeout(60):
+        while not await client.healthy():
             assert not serving.done(), serving
         context.stop.set()
         await serving

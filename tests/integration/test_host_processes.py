@@ -22,6 +22,7 @@ from schemas.config import Broker, Metrics, RunConfig
 from schemas.facts import SequenceFailed, SequenceFinished, SequenceOpened, SequenceVerified
 from services import agent_loop, harness
 from services.cli import status
+from services.cli.where import Where
 from tests.integration.test_harness_trials import act
 from tests.log_parts import until
 from tests.rollout_stage import KEY, Stage, by_expression, spawn, staged, write_config
@@ -217,9 +218,8 @@ async def told(s: Stage, config: Path, host: str, wanted: Callable[[dict[str, An
     async with asyncio.timeout(30):
         while True:
             said: list[str] = []
-            await asyncio.to_thread(
-                status.show, config, config.parent, None, True, False, Console(), said.append
-            )
+            where = Where(config=config)
+            await asyncio.to_thread(status.show, where, True, False, Console(), said.append)
             lines = [orjson.loads(line) for line in said]
             assert lines[-1]["run"] == s.config.run
             for line in lines[:-1]:
@@ -235,7 +235,7 @@ async def test_a_host_told_to_stop_lets_its_trials_end_and_status_tells_of_it(
     s = stage(max_attempts=1, trial_budget_s=120.0)
     s.engine.script = by_expression
     file = write_config(draining(s, 120.0), tmp_path)
-    host = spawn(file, "harness", "--pool", "tools")
+    host = spawn(file, "harness", "--pool", "tools", "--index", "0")
     try:
         async with s.running((agent_loop.serve, "")):
             sequence = await s.dispatch("awaited")
@@ -265,7 +265,7 @@ async def test_told_to_stop_again_a_host_hands_back_at_once(
 ) -> None:
     s = stage(max_attempts=1)
     file = write_config(draining(s, 600.0), tmp_path)
-    host = spawn(file, "harness", "--pool", "stuck")
+    host = spawn(file, "harness", "--pool", "stuck", "--index", "0")
     try:
         async with s.running((agent_loop.serve, "")):
             sequence = await s.dispatch("stuck")

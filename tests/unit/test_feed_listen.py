@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import stat
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.feed.feed import Feed
+from pipeline.feed.places import claim
 from pipeline.feed.server import SocketTaken, listen
 from pipeline.feed.wire import SocketPathTooLong, checked_path, socket_path
 from schemas.config import RunConfig
@@ -87,3 +89,39 @@ def test_a_path_that_no_kernel_accepts_is_named_with_its_remedy(tmp_path: Path) 
         socket_path(config, 0)
     exact = Path("/" + "a" * 106)
     assert checked_path(exact) == exact
+
+
+def test_a_place_is_held_by_one_also_by_one_that_hangs_and_free_once_it_is_killed(path: Path) -> None:
+    code = (
+        "import pathlib, sys, time\n"
+        "from pipeline.feed.places import claim\n"
+        "held = claim(pathlib.Path(sys.argv[1]), 0)\n"
+        "print(held is not None, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, str(path.parent)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "True\n"
+            holder.send_signal(signal.SIGSTOP)
+            assert claim(path.parent, 0) is None
+            other = claim(path.parent, 1)
+            assert other is not None
+        finally:
+            holder.kill()
+            holder.wait()
+    mine = claim(path.parent, 0)
+    assert mine is not None
+    assert (mine.number, other.number) == (0, 1)
+    assert claim(path.parent, 0) is None
+    for place in (mine, other):
+        place.close()
+
+
+def test_a_directory_that_cannot_be_written_is_named(path: Path) -> None:
+    (path.parent / "file").touch()
+    with pytest.raises(OSError, match=r"packer\.socket_dir .*/file: .* name a local directory"):
+        claim(path.parent / "file", 0)

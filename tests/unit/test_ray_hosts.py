@@ -211,3 +211,18 @@ def test_how_a_host_failed_is_one_line() -> None:
         RolloutHost().run(ray_actor.HostTask(**{**task.__dict__, "version": "9.9"}))
     with pytest.raises(HostFailed, match="index 7 is out of range"):
         RolloutHost().run(host_task(CONFIG, "harness", 7, "chat", ""))
+
+
+def test_a_user_of_the_broker_travels_with_the_authority_that_it_trusts(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    files = {key: str(tmp_path / key) for key in ("credentials_file", "ca_file", "cert_file", "key_file")}
+    for key, path in files.items():
+        Path(path).write_text(f"{key} of the launcher")
+    user = with_section(config, "broker", token_file="", **files)
+    task = host_task(user, "harness", 0, "chat", "")
+    for path in files.values():
+        Path(path).unlink()
+    here = placed(RunConfig.model_validate_json(task.config), task, "10.1.2.3").broker
+    for key in files:
+        assert Path(getattr(here, key)).read_text() == f"{key} of the launcher"

@@ -207,7 +207,7 @@ def test_every_service_gets_its_processes_and_the_ranks_are_one_unit() -> None:
     )  # fmt: skip
     assert [name for name, _ in units["trainer"]] == ["trainer-0", "trainer-1"]
     assert {arguments[0] for unit in units.values() for _, arguments in unit} == set(SERVICES) - {
-        "engine", "hook", "teacher", "collector",
+        "engine", "hook", "teacher", "collector", "dashboard",
     }  # fmt: skip
 
 
