@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from pipeline.log import Log
 from schemas.config import Broker
 from schemas.config import Store as StoreConfig
-from tests.natsserver import NatsServer
+from tests.natsserver import NatsServer, shared_broker
 
 # A busy machine is slow, not wrong: time is no property of what these tests assert.
 settings.register_profile("packtrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    # Tests that end the broker's process have one of their own; no test ends the machine, which is what syncing is for.
-    server = NatsServer(tmp_path_factory.mktemp("nats"), sync="2m")
+    # Tests that end the broker's process have one of their own.
+    server = shared_broker(tmp_path_factory.mktemp("nats"))
     server.start()
     yield server
     server.stop()

@@ -6,18 +6,23 @@ is the caller's. The server can be stopped and started again on the same ports a
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import secrets
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.backends import BACKEND, CONTAINERS, INSIDE, Running, free_ports, given, launch, own
 
 ACCESS_KEY = "packtrain-test"
 GUEST_BUCKET = "guests"
@@ -45,32 +50,18 @@ def weed_binary() -> str:
     return found
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that were free on loopback just now, all different, below the kernel's ephemeral range, so that no
-    outgoing connection takes one between this call and the server's start."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = 10_000 + secrets.randbelow(20_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in ports:
-            ports.append(port)
-    return ports
-
-
 class S3Server:
-    """One server; `endpoint`, `access_key` and `secret_key` are what a client needs, `guest_file` one with fewer rights."""
+    """One server; `endpoint`, `access_key` and `secret_key` are what a client needs, `guest_file` one with fewer rights.
+    `users`: identities and policies beside these, as SeaweedFS has them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, users: Mapping[str, list[Any]] | None = None) -> None:
+        own("an S3 server")
         self.directory = directory
         self.access_key = ACCESS_KEY
         self.secret_key = secrets.token_hex(16)
         self._ports = dict(zip(PORT_FLAGS, free_ports(len(PORT_FLAGS)), strict=True))
         self.endpoint = f"http://127.0.0.1:{self._ports['s3.port']}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: Running | None = None
         identity = {
             "name": "test",
             "credentials": [{"accessKey": self.access_key, "secretKey": self.secret_key}],
@@ -93,19 +84,23 @@ class S3Server:
             "credentials": [{"accessKey": guest["access_key"], "secretKey": guest["secret_key"]}],
             "actions": [f"Read:{GUEST_BUCKET}", f"Write:{GUEST_BUCKET}"],
         }
+        users = users or {}
+        config = {**users, "identities": [identity, guest_identity, *users.get("identities", [])]}
+        # Where SeaweedFS's parts tell each other of users.
+        self.iam_port = self._ports["s3.port.grpc"]
         self._config = directory / "s3.json"
-        self._config.write_text(json.dumps({"identities": [identity, guest_identity]}))
+        self._config.write_text(json.dumps(config))
         self._config.chmod(0o600)
         self._log = directory / "weed.log"
 
     def start(self) -> None:
         """Starts the server and waits until S3 answers; raises RuntimeError with the end of its log."""
         command = [
-            weed_binary(),
+            "weed" if CONTAINERS else weed_binary(),
             "mini",
             f"-dir={self.directory / 'data'}",
             "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1",
+            f"-ip.bind={INSIDE}",
             "-master.telemetry=false",
             "-webdav=false",
             "-admin.ui=false",
@@ -116,32 +111,29 @@ class S3Server:
             f"-s3.config={self._config}",
             *[f"-{flag}={port}" for flag, port in self._ports.items()],
         ]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.directory,
-                env={"PATH": os.defpath, "HOME": str(self.directory)},
-                start_new_session=True,
-            )
+        self._running = launch(
+            "object-store",
+            command,
+            log=self._log,
+            directory=self.directory,
+            ports=[self._ports["s3.port"], self.iam_port],
+            env={"PATH": os.defpath, "HOME": str(self.directory)},
+        )
         deadline = time.monotonic() + READY_S
         while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if not self._running.alive() or time.monotonic() > deadline:
                 self.stop()
                 tail = self._log.read_bytes()[-2000:].decode(errors="replace")
                 raise RuntimeError(
-                    f"{weed_binary()} did not serve S3 on {self.endpoint} within {READY_S} s; its log ends:\n{tail}"
+                    f"{command[0]} did not serve S3 on {self.endpoint} within {READY_S} s; its log ends:\n{tail}"
                 )
             time.sleep(0.05)
 
     def stop(self) -> None:
         """Kills the server, as an outage would. Idempotent."""
-        if self._process is not None:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
+        if self._running is not None:
+            self._running.end(signal.SIGKILL)
+            self._running = None
 
     def _answers(self) -> bool:
         try:
@@ -150,5 +142,29 @@ class S3Server:
         except urllib.error.HTTPError as refused:
             # An anonymous list is refused: S3 and its credentials are up. A 5xx is a gateway without its filer.
             return refused.code < 500
-        except OSError:
+        except (OSError, http.client.HTTPException):
+            # A container's port is open before its server listens, and closes on whoever asks.
             return False
+
+
+class GivenStore(S3Server):
+    """A store that is there, whose user may make buckets."""
+
+    def __init__(self) -> None:
+        self.endpoint = given("S3_ENDPOINT")
+        self.credentials_file = Path(given("S3_CREDENTIALS"))
+        keys = json.loads(self.credentials_file.read_text())
+        self.access_key, self.secret_key = keys["access_key"], keys["secret_key"]
+
+    @property
+    def guest_file(self) -> Path:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pytest.skip("needs a second user of the store, and PACKTRAIN_TEST_S3_CREDENTIALS names one")
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def shared_store(directory: Path) -> S3Server:
+    """For tests that neither stop it nor care what else it holds."""
+    return GivenStore() if BACKEND == "urls" else S3Server(directory)

@@ -56,6 +56,7 @@ _COMPARED = 8 << 20
 """Bytes of a stored object that are compared with ours at once."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
 """Bounds of the random wait before a try: before the first one more, and at most."""
+_DENIED = "(code: AccessDenied)"
 _REMOVED_AT_ONCE = 1000
 """S3's limit on the keys of one DeleteObjects."""
 _Result = TypeVar("_Result")
@@ -340,6 +341,11 @@ class ObjectStore:
                 try:
                     return await attempt()
                 except refused.GenericError as error:
+                    # Of several objects that were to go at once, one may be refused in an answer that says 200.
+                    if _DENIED in str(error):
+                        raise StoreUnavailable(
+                            self.url, f"access denied ({_brief(error)})", self._remedy
+                        ) from error
                     raise _Transport(str(error)) from error
                 except (refused.PermissionDeniedError, refused.UnauthenticatedError) as error:
                     raise StoreUnavailable(

@@ -10,12 +10,12 @@ import pytest
 
 from pipeline.store.bucket import ensure_bucket
 from schemas.config import Store as StoreConfig
-from tests.s3server import S3Server
+from tests.s3server import S3Server, shared_store
 
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server = shared_store(tmp_path_factory.mktemp("s3"))
     server.start()
     yield server
     server.stop()

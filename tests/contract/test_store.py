@@ -13,6 +13,7 @@ from aiohttp import ClientSession
 from safetensors.numpy import load
 
 from pipeline.checksum import crc32c
+from pipeline.hosts.health import Health
 from pipeline.hosts.metrics import Measures, serving
 from pipeline.store import ObjectDamaged, ObjectExists, ObjectMissing, ObjectStore, StoreUnavailable
 from pipeline.store.bucket import ensure_bucket
@@ -20,7 +21,8 @@ from pipeline.store.keys import BadKey
 from pipeline.store.payload import read_columns, read_header, write_payload
 from schemas.config import Store as StoreConfig
 from schemas.payload import Ref, Span
-from tests.s3server import S3Server, free_ports
+from tests.backends import free_ports
+from tests.s3server import S3Server
 
 
 @pytest.fixture
@@ -175,7 +177,7 @@ async def test_operations_are_counted_by_kind(any_store: ObjectStore) -> None:
     assert dict(requests.errors) == {("get", "ObjectMissing"): 1}
     measures = Measures(requests=requests)
     async with (
-        serving("127.0.0.1:0", "packer", measures),
+        serving("127.0.0.1:0", "packer", measures, Health()),
         ClientSession() as client,
         client.get(measures.address) as answer,
     ):

@@ -15,7 +15,7 @@ from pipeline.store.bucket import ensure_bucket
 from schemas.config import RunConfig
 from services.cli.claim import claim, claim_key, open_place
 from services.cli.embedded import LaunchError
-from tests.s3server import GUEST_BUCKET, S3Server
+from tests.s3server import GUEST_BUCKET, S3Server, shared_store
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -27,7 +27,7 @@ def configured(url: str, endpoint: str = "", credentials: Path | str = "") -> Ru
 
 @pytest.fixture(scope="module")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server = shared_store(tmp_path_factory.mktemp("s3"))
     server.start()
     yield server
     server.stop()

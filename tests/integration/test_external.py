@@ -12,7 +12,7 @@ from pipeline.store import ObjectStore
 from schemas.config import Broker
 from schemas.config import Store as StoreConfig
 from tests.launched import SMALL, Launched, check_history, history
-from tests.s3server import S3Server
+from tests.s3server import S3Server, shared_store
 
 DEADLINE_S = 240.0
 STEPS = 2
@@ -20,7 +20,7 @@ STEPS = 2
 
 @pytest.fixture
 def s3_server(tmp_path: Path) -> Iterator[S3Server]:
-    server = S3Server(tmp_path / "s3")
+    server = shared_store(tmp_path / "s3")
     server.start()
     yield server
     server.stop()

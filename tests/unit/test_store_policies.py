@@ -1,106 +1,100 @@
-"""What each service's S3 user may do: enough for its work, and no more."""
+"""What each S3 user may do by its policy document: enough for its work, and no more."""
 
 from __future__ import annotations
 
 import fnmatch
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.store.policies import SERVICES as POLICIES
-from pipeline.store.policies import policy_for
-from schemas.keys import (
-    artefact_key,
-    claim_key,
-    grading_key,
-    image_key,
-    optimizer_key,
-    payload_key,
-    plan_key,
-    sidecar_key,
-    weights_key,
-)
+from pipeline.store.identities import identities
+from pipeline.store.policies import EVERY_RUN, KINDS, policy_for
 from services.process import SERVICES
+from tests.store_users import LISTS, READS, READS_OF_OTHERS, REMOVES, WRITES, keys_of, rows
 
-PAYLOAD = payload_key("demo", "math", "math-000001-0-a1")
-INHERITED = "runs/demo/inherited/math/math-000001-0-a1.safetensors"
-KEYS = {
-    "payload": PAYLOAD,
-    "advantages": sidecar_key(PAYLOAD, "advantages.0"),
-    "scores": sidecar_key(PAYLOAD, "teacher.large"),
-    "inherited": INHERITED,
-    "inherited advantages": sidecar_key(INHERITED, "advantages.1"),
-    "image": image_key("demo", "0" * 64),
-    "artefact": artefact_key("demo", "math-000001-0-a1", "log"),
-    "report": grading_key("demo", "math", "math-000001"),
-    "plan": plan_key("demo", 1, 7),
-    "weights": weights_key("demo", 1, "n"),
-    "optimizer": optimizer_key("demo", 1, "n"),
-    "claim": claim_key("demo"),
-    "other run": payload_key("demo-2", "math", "math-000001-0-a1"),
-    "other prefix": "../elsewhere",
-}
+DOCS = Path(__file__).parents[2] / "docs"
+ACTIONS = {"Get": READS, "Put": WRITES, "Delete": REMOVES}
 
 
-def allowed(policy: dict[str, Any], action: str, resource: str) -> bool:
+def allowed(policy: dict[str, Any], action: str, key: str) -> bool:
     """Whether a policy of allowances has one for the action; `*` in one stands for anything, slashes too."""
     return any(
-        action in statement["Action"]
-        and any(fnmatch.fnmatchcase(resource, each) for each in statement["Resource"])
+        f"s3:{action}Object" in statement["Action"]
+        and any(fnmatch.fnmatchcase(f"arn:aws:s3:::bucket/{key}", each) for each in statement["Resource"])
         for statement in policy["Statement"]
     )
 
 
-def may(service: str, action: str) -> set[str]:
-    policy = policy_for(service, "demo", "bucket", "some/prefix")
-    return {
-        name
-        for name, key in KEYS.items()
-        if allowed(policy, f"s3:{action}Object", f"arn:aws:s3:::bucket/some/prefix/{key}")
-    }
+def may(policy: dict[str, Any], action: str, run: str = "demo", prefix: str = "some/prefix") -> set[str]:
+    return {name for name, key in keys_of(run).items() if allowed(policy, action, f"{prefix}/{key}")}
 
 
-@pytest.mark.parametrize(
-    ("service", "reads", "writes"),
-    [
-        ("dispatcher", "", ""),
-        ("agent-loop", "payload image advantages scores", "payload image advantages scores"),
-        ("harness", "artefact", "artefact"),
-        ("grader", "payload advantages scores inherited artefact report inherited_advantages", "report"),
-        ("teacher", "payload advantages scores inherited inherited_advantages", "scores"),
-        ("sampler", "plan", "plan"),
-        (
-            "hook",
-            "payload advantages scores inherited inherited_advantages",
-            "advantages inherited_advantages",
-        ),
-        ("packer", "payload advantages scores inherited inherited_advantages image plan", ""),
-        ("trainer", "weights optimizer", "weights optimizer"),
-        ("engine", "weights", ""),
-        ("collector", "claim", ""),
-    ],
-)
-def test_a_service_may_read_and_write_what_its_work_needs(service: str, reads: str, writes: str) -> None:
-    assert may(service, "Get") == {name.replace("_", " ") for name in reads.split()}
-    assert may(service, "Put") == {name.replace("_", " ") for name in writes.split()}
-
-
-def test_every_service_has_a_policy_and_only_the_collector_removes() -> None:
-    assert set(SERVICES) <= set(POLICIES)
-    assert {service for service in POLICIES if may(service, "Delete")} == {"collector"}
-    assert may("collector", "Delete") == set(KEYS) - {"claim", "other run", "other prefix"}
-    # But for the launcher, which copies the groups that a run begins with.
-    assert {service for service in POLICIES if "other run" in may(service, "Get")} == {"launcher"}
-    assert not [service for service in POLICIES if "other run" in may(service, "Put")]
-    with pytest.raises(ValueError, match="no service 'nobody' has a policy"):
+def test_every_service_has_a_policy_and_only_the_collector_of_them_removes() -> None:
+    assert set(SERVICES) <= set(KINDS) == set(READS)
+    assert {kind for kind in KINDS if REMOVES[kind]} == {"collector", "admin"}
+    assert "admin" not in SERVICES
+    with pytest.raises(ValueError, match="no user 'nobody' has a policy"):
         policy_for("nobody", "demo", "bucket")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("create_only", [False, True])
+@pytest.mark.parametrize("run", ["demo", EVERY_RUN])
+def test_a_user_may_do_what_its_work_needs(kind: str, create_only: bool, run: str) -> None:
+    policy = policy_for(kind, run, "bucket", "some/prefix", create_only=create_only)
+    for action, wanted in ACTIONS.items():
+        assert may(policy, action) == wanted[kind], action
+        assert may(policy, action, prefix="elsewhere") == set()
+        others = may(policy, action, "demo-2")
+        if run == EVERY_RUN:
+            assert others == wanted[kind], action
+        else:
+            assert others == (READS_OF_OTHERS[kind] if action == "Get" else set()), action
+    sids = [each["Sid"] for each in policy["Statement"]]
+    assert len(sids) == len(set(sids))
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"launcher", "admin"}))
+def test_where_the_server_can_no_service_may_write_over_an_object(kind: str) -> None:
+    for statement in policy_for(kind, "demo", "bucket", create_only=True)["Statement"]:
+        if "s3:PutObject" in statement["Action"]:
+            assert statement["Action"] == ["s3:PutObject"]
+            assert statement["Condition"] == {"Null": {"s3:if-none-match": "false"}}
 
 
 @pytest.mark.parametrize(("prefix", "below"), [("", "runs/demo"), ("some/prefix", "some/prefix/runs/demo")])
 def test_who_may_look_for_an_object_may_list_the_runs_prefix_and_no_other(prefix: str, below: str) -> None:
-    for service in set(POLICIES) - {"dispatcher", "launcher"}:
-        statements = policy_for(service, "demo", "bucket", prefix)["Statement"]
-        (listing,) = [each for each in statements if each["Action"] == ["s3:ListBucket"]]
-        assert listing["Resource"] == ["arn:aws:s3:::bucket"]
-        assert listing["Condition"] == {"StringLike": {"s3:prefix": [below, f"{below}/*"]}}
-    assert policy_for("dispatcher", "demo", "bucket", prefix)["Statement"] == []
+    for kind in KINDS:
+        statements = policy_for(kind, "demo", "bucket", prefix)["Statement"]
+        listings = [each for each in statements if each["Action"] == ["s3:ListBucket"]]
+        assert len(listings) == (kind in LISTS)
+        for listing in listings if kind != "launcher" else []:
+            assert listing["Resource"] == ["arn:aws:s3:::bucket"]
+            assert listing["Condition"] == {"StringLike": {"s3:prefix": [f"{below}/*"]}}
+
+
+def test_the_identities_of_seaweedfs_are_the_policies() -> None:
+    keys = {kind: (f"key-{kind}", f"secret-{kind}") for kind in KINDS}
+    found = identities(keys, "bucket", "p", runs=["a", "b"])
+    documents = {each["name"]: json.loads(each["content"]) for each in found["policies"]}
+    for user in found["identities"]:
+        kind = user["name"]
+        assert user["credentials"] == [{"accessKey": f"key-{kind}", "secretKey": f"secret-{kind}"}]
+        assert user["actions"] == []
+        wanted = [policy_for(kind, run, "bucket", "p") for run in ("a", "b")]
+        assert [documents.pop(name) for name in user["policyNames"]] == [w for w in wanted if w["Statement"]]
+    assert documents == {}
+    assert [user["name"] for user in found["identities"]] == sorted(KINDS)
+    with pytest.raises(ValueError, match="one access key"):
+        identities({"packer": ("k", "a"), "reader": ("k", "b")}, "bucket")
+
+
+def test_the_docs_say_what_each_may_do() -> None:
+    table = [
+        line
+        for line in (DOCS / "store.md").read_text().splitlines()
+        if line.startswith("| `") and line.count("|") == 6
+    ]
+    assert table == rows()
