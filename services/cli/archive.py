@@ -33,7 +33,9 @@ from services.cli.progress import progress
 from services.cli.reach import (
     GIVEN,
     IMPORTING,
+    LAUNCHER,
     RECORD,
+    LogView,
     embedded_broker,
     find_run,
     home_of,
@@ -42,6 +44,7 @@ from services.cli.reach import (
     read_record,
 )
 from services.cli.summary import size
+from services.cli.where import Where
 from services.imported import BORROWED
 
 _AT_ONCE = 16
@@ -68,13 +71,15 @@ def portable(config: RunConfig) -> RunConfig:
     )
 
 
-def export(
-    run: str | None, file: Path, payloads: bool, config: Path | None, directory: Path, say: Say
-) -> None:
+def export(where: Where, file: Path, payloads: bool, say: Say) -> None:
     """Writes the run's export. Raises BadInput, LaunchError, LogError, BrokerUnavailable, StoreError."""
     if file.exists():
         raise BadInput(f"{file} exists already; name another file, or remove it")
-    found = find_run(config, directory, run)
+    found = find_run(where)
+    if isinstance(found, LogView):
+        raise BadInput(
+            f"the file holds the run's configuration, of which the log of run {found.run} tells a part: give it with --config"
+        )
     with _named(file):
         manifest = asyncio.run(_export(found, file, payloads))
         say(f"run {found.run}: {_counted(manifest)} in {file}, {size(file.stat().st_size)}")
@@ -164,7 +169,7 @@ async def _import(archive: Archive, portable_: RunConfig, directory: Path, targe
         config = given.model_copy(update={"broker": broker, "store": store_config})
         home = home_of(directory, run)
         _check_records(home, config)
-        log = await Log.connect(broker, run, "import")
+        log = await Log.connect(broker, run, "import", user=LAUNCHER)
         try:
             start = await compare(log, archive)
             store = await open_place(config, resumed=True)

@@ -1,6 +1,7 @@
-"""How a run's log begins: its stream, `run.started`, the claim on the store, and groups of another run if it is given any.
+"""How a run begins: its stream and bucket, `run.started`, the claim on the store, and groups of another run if it is given any.
 
 Promises:
+- services find all that they need made: none of them needs the right to make it;
 - groups of another run are in the log before a service of this one starts, with their payloads under its own prefix: what
   becomes of the other run is nothing to it;
 - which groups those are stands in `run.started`, and their facts in an object that it names: a launcher that was killed
@@ -15,19 +16,24 @@ from collections.abc import Callable
 
 import orjson
 from nats.errors import Error as NatsError
+from nats.js.api import KeyValueConfig, StorageType
+from nats.js.errors import BucketNotFoundError
 
 from pipeline.batch.inheritance import Entrance, Leftovers, NotInheritable, entrance
 from pipeline.checksum import crc32c
 from pipeline.log import Log
+from pipeline.log.snapshot import bucket_name
 from pipeline.store import ObjectExists, ObjectStore
 from schemas.config import Decisions, RunConfig
 from schemas.envelope import Event
-from schemas.facts import ALL, FACTS, Fact, Inherited, RunStarted
+from schemas.facts import ALL, FACTS, Fact, Inherited, RunStarted, SequenceFinished
 from schemas.keys import run_prefix
 from schemas.payload import Ref
 from services.cli.claim import claim
 from services.cli.embedded import LaunchError
 from services.cli.live import counted
+from services.cli.reach import LAUNCHER
+from services.cli.runs import decided_otherwise
 
 _AT_ONCE = 256
 Say = Callable[[str], None]
@@ -37,6 +43,7 @@ async def begin(
     log: Log, config: RunConfig, store: ObjectStore, resumed: bool, groups_from: str, say: Say
 ) -> None:
     """Begins the run or finds it begun. `groups_from`: the run whose groups it begins with; empty: none, or as it was begun.
+    `resumed`: another may have begun it, but with the same decisions.
 
     Raises LaunchError, BrokerUnavailable, StoreError, LogError.
     """
@@ -46,6 +53,7 @@ async def begin(
         inherited = await _inherit(groups_from, config, store, say)
     try:
         await log.create()
+        await _make_bucket(log)
     except NatsError as error:
         raise LaunchError(
             f"broker {config.broker.url} cannot hold the stream of run {config.run} with replicas = "
@@ -59,14 +67,37 @@ async def begin(
         )
     fact = published.event.fact
     assert isinstance(fact, RunStarted)
+    check_decisions(config, fact)
     if groups_from and (fact.inherited is None or fact.inherited.run != groups_from):
         raise LaunchError(
             f"run {config.run} has begun without groups of run {groups_from}; go on with it without --groups-from, or start "
             "another one with --fresh"
         )
-    await claim(store, config, published.event.id, await log.head() > published.event.seq)
+    # Services that are started beside us may have had their first words already, of which none names an object.
+    begun = await log.latest(SequenceFinished.type) is not None
+    await claim(store, config, published.event.id, begun)
     if fact.inherited is not None:
         await _enter(log, store, published.event, fact.inherited.facts)
+
+
+def check_decisions(config: RunConfig, started: RunStarted) -> None:
+    """Refuses a configuration that decides otherwise than the one that the run was begun with. Raises LaunchError."""
+    if differing := decided_otherwise(config, started.config):
+        raise LaunchError(
+            f"run {config.run} was begun with other settings ({', '.join(differing)}); give the configuration that it was begun with, "
+            "or name another run in this one"
+        )
+
+
+async def _make_bucket(log: Log) -> None:
+    """The run's KV bucket, of snapshots and of what hosts report, unless it is there."""
+    name = bucket_name(log.run)
+    try:
+        await log.js.key_value(name)
+    except BucketNotFoundError:
+        await log.js.create_key_value(
+            KeyValueConfig(bucket=name, history=1, storage=StorageType.FILE, replicas=log.replicas)
+        )
 
 
 async def _inherit(run: str, config: RunConfig, store: ObjectStore, say: Say) -> Inherited:
@@ -95,7 +126,7 @@ async def _inherit(run: str, config: RunConfig, store: ObjectStore, say: Say) ->
 async def _entrance(run: str, config: RunConfig) -> Entrance:
     if run == config.run:
         raise LaunchError(f"run {run} cannot begin with its own groups; name another run with --groups-from")
-    log = await Log.connect(config.broker, run, "launcher")
+    log = await Log.connect(config.broker, run, LAUNCHER, user=LAUNCHER)
     try:
         if not await log.exists():
             raise LaunchError(f"broker {config.broker.url} has no run {run!r} to take groups from")

@@ -59,42 +59,23 @@ def load_checked(file: Path, overrides: Sequence[Override] = ()) -> RunConfig:
     return config
 
 
-def faults(config: RunConfig) -> list[tuple[Place, str]]:
-    """(path of the key, what is wrong with its value and the remedy) of everything that is not there."""
+def plain_faults(config: RunConfig) -> list[tuple[Place, str]]:
+    """Those of `faults` that a configuration tells by itself, whatever machine it is read on."""
     found: list[tuple[Place, str]] = []
-    asked: list[tuple[Place, Asked]] = []
-    fit: list[tuple[Place, Asked]] = []
 
     def need(path: Place, check: Callable[..., object], *arguments: Any) -> None:
         try:
             check(*arguments)
-        except (
-            BadInput, StoreError, harnesses.UnknownHarness, environments.UnknownEnvironment, UnknownRules,
-        ) as error:  # fmt: skip
+        except (BadInput, StoreError) as error:
             found.append((path, str(error)))
 
     need(("broker", "url"), check_broker_url, config.broker.url)
-    engine = config.engine
-    need(("engine", "url"), check_engine_url, engine.url)
-    for i, url in enumerate(engine.replicas):
-        need(("engine", "replicas", i), check_engine_url, url, f"engine.replicas[{i}]")
-    if engine.weights_dir and not Path(engine.weights_dir).is_dir():
-        found.append(
-            (
-                ("engine", "weights_dir"),
-                f"{engine.weights_dir} is no directory; make it, where engines read it under the same path",
-            )
-        )
-    asked += _renderer(engine)
-    need(("engine", "policy"), check_policy, config.engine.policy, Path(config.directory))
-    for i, teacher in enumerate(config.teachers):
-        at, key = ("teachers", i), f"teachers[{i}]"
-        need((*at, "url"), check_engine_url, teacher.url, f"{key}.url")
-        for j, url in enumerate(teacher.replicas):
-            need((*at, "replicas", j), check_engine_url, url, f"{key}.replicas[{j}]")
-        need((*at, "token_file"), check_token_file, teacher)
-        if teacher.kind == "tiny":
-            need((*at, "policy"), check_tiny, teacher, engine, Path(config.directory))
+    engines: list[tuple[Place, str, Any]] = [(("engine",), "engine", config.engine)]
+    engines += [(("teachers", i), f"teachers[{i}]", teacher) for i, teacher in enumerate(config.teachers)]
+    for at, key, engine in engines:
+        need((*at, "url"), check_engine_url, engine.url, f"{key}.url")
+        for i, url in enumerate(engine.replicas):
+            need((*at, "replicas", i), check_engine_url, url, f"{key}.replicas[{i}]")
     need(("store", "url"), _check_store, config.store)
     if (problem := too_small(config.batch, config.packer)) is not None:
         found.append((("packer", "memory_bytes"), problem))
@@ -107,6 +88,40 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
         )
     if config.trainer.rendezvous:
         need(("trainer", "rendezvous"), host_and_port, config.trainer.rendezvous, "trainer.rendezvous")
+    if wrong := budget_fault(config.batch, config.engine.max_context):
+        found.append((("batch", "token_budget"), wrong))
+    return found
+
+
+def faults(config: RunConfig) -> list[tuple[Place, str]]:
+    """(path of the key, what is wrong with its value and the remedy) of everything that is not there."""
+    found = plain_faults(config)
+    asked: list[tuple[Place, Asked]] = []
+    fit: list[tuple[Place, Asked]] = []
+
+    def need(path: Place, check: Callable[..., object], *arguments: Any) -> None:
+        try:
+            check(*arguments)
+        except (
+            BadInput, StoreError, harnesses.UnknownHarness, environments.UnknownEnvironment, UnknownRules,
+        ) as error:  # fmt: skip
+            found.append((path, str(error)))
+
+    engine = config.engine
+    if engine.weights_dir and not Path(engine.weights_dir).is_dir():
+        found.append(
+            (
+                ("engine", "weights_dir"),
+                f"{engine.weights_dir} is no directory; make it, where engines read it under the same path",
+            )
+        )
+    asked += _renderer(engine)
+    need(("engine", "policy"), check_policy, config.engine.policy, Path(config.directory))
+    for i, teacher in enumerate(config.teachers):
+        at = ("teachers", i)
+        need((*at, "token_file"), check_token_file, teacher)
+        if teacher.kind == "tiny":
+            need((*at, "policy"), check_tiny, teacher, engine, Path(config.directory))
     for i, pool in enumerate(config.pools):
         if pool.python:
             need(("pools", i, "python"), _check_python, pool.python)
@@ -157,8 +172,6 @@ def faults(config: RunConfig) -> list[tuple[Place, str]]:
             need(judge, _check_grader, source.grader)
         else:
             asked.append((judge, Asked("grader", source.grader.kind, source.grader.options)))
-    if wrong := budget_fault(config.batch, config.engine.max_context):
-        found.append((("batch", "token_budget"), wrong))
     told = check_hooks(config)
     found, asked, fit = found + told.found, asked + told.asked, fit + told.fit
     wrong_penalties, asked_rules = check_penalties(config)

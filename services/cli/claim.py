@@ -12,33 +12,53 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import time
 
-from pipeline.store import ObjectExists, ObjectMissing, ObjectStore
+from pipeline.store import ObjectExists, ObjectMissing, ObjectStore, StoreUnavailable
 from pipeline.store.claims import claim_body
 from schemas.config import RunConfig
 from schemas.keys import claim_key
 from services.cli.embedded import LaunchError
 
 _PATIENCE_S = 10.0
+_AGAIN_S = 0.5
+_REFUSED = (401, 403)
 
 
-async def open_place(config: RunConfig, resumed: bool) -> ObjectStore:
-    """The store, with its bucket; refuses a new run whose place is taken. Raises StoreError, LaunchError."""
-    store = ObjectStore.open(config.store, patience_s=_PATIENCE_S)
+async def open_place(config: RunConfig, resumed: bool, wait_s: float = 0.0) -> ObjectStore:
+    """The store, with its bucket; refuses a new run whose place is taken. A store that does not answer is waited for so long.
+
+    Raises StoreError, LaunchError.
+    """
+    store = ObjectStore.open(config.store, patience_s=max(_PATIENCE_S, wait_s))
     if config.store.url.startswith("s3://"):
-        from pipeline.store.bucket import ensure_bucket
-
-        await asyncio.to_thread(ensure_bucket, config.store)
+        await _bucket(config, wait_s)
     if not resumed and await store.size(claim_key(config.run)) is not None:
         raise _taken(config)
     return store
+
+
+async def _bucket(config: RunConfig, wait_s: float) -> None:
+    from pipeline.store.bucket import ensure_bucket
+
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            await asyncio.to_thread(ensure_bucket, config.store)
+            return
+        except StoreUnavailable as error:
+            # S3's own answer hangs on the SDK's error: who is refused is told at once.
+            answer = getattr(error.__cause__, "response", None)
+            if getattr(answer, "status", 0) in _REFUSED or time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(_AGAIN_S)
 
 
 async def claim(store: ObjectStore, config: RunConfig, log_id: str, begun: bool) -> None:
     """Writes the claim of the log whose `run.started` has this id, or finds it; then has the bucket expire the run's payloads
     where that is configured: never those of a run whose place it is not.
 
-    `begun`: the log has more than `run.started`, so that its objects must be here. Raises StoreError, LaunchError.
+    `begun`: the log names objects, so that they must be here. Raises StoreError, LaunchError.
     """
     key = claim_key(config.run)
     mine = claim_body(log_id)

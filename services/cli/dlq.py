@@ -13,15 +13,14 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from pipeline.log import Letter, LetterError, Log
-from pipeline.log.dead_letters import MALFORMED
-from schemas.names import checked_name, dead_letter_subject
+from schemas.config import RunConfig
+from schemas.names import MALFORMED, checked_name, dead_letter_subject
 from services.cli.embedded import BadInput, LaunchError
-from services.cli.reach import find_run, open_log
+from services.cli.reach import LAUNCHER, READER, find_run, open_log
+from services.cli.where import Where
 
 _TEXT = 16_384
 _BYTES = 1_024
@@ -30,26 +29,17 @@ _NAMED = re.compile(r"(?:([A-Za-z0-9_-]{1,128})/)?([1-9][0-9]{0,18})")
 Write = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Where:
-    """Which run: a configuration file, or a run (the newest if None) of a launcher's directory."""
-
-    config: Path | None
-    directory: Path
-    run: str | None
-
-
-def _log(where: Where) -> AbstractAsyncContextManager[Log]:
-    return open_log(find_run(where.config, where.directory, where.run))
+def _log(config: RunConfig, user: str = READER) -> AbstractAsyncContextManager[Log]:
+    return open_log(config, user=user)
 
 
 def show_all(where: Where, closed_too: bool, as_json: bool, write: Write, note: Write) -> None:
     """One line a letter: those that are buried, or all. `note` is told what stands there and is no letter."""
-    asyncio.run(_show_all(where, closed_too, as_json, write, note))
+    asyncio.run(_show_all(find_run(where), closed_too, as_json, write, note))
 
 
-async def _show_all(where: Where, closed_too: bool, as_json: bool, write: Write, note: Write) -> None:
-    async with _log(where) as log:
+async def _show_all(config: RunConfig, closed_too: bool, as_json: bool, write: Write, note: Write) -> None:
+    async with _log(config) as log:
         letters, strangers = await log.letters.all()
         shown = [letter for letter in letters if closed_too or letter.state == "buried"]
         for letter in shown:
@@ -64,11 +54,11 @@ async def _show_all(where: Where, closed_too: bool, as_json: bool, write: Write,
 
 def show_one(where: Where, letter: str, write: Write) -> None:
     """Reason, headers and body of a letter; raises LetterError or BadInput when there is none, or several."""
-    asyncio.run(_show_one(where, letter, write))
+    asyncio.run(_show_one(find_run(where), letter, write))
 
 
-async def _show_one(where: Where, named: str, write: Write) -> None:
-    async with _log(where) as log:
+async def _show_one(config: RunConfig, named: str, write: Write) -> None:
+    async with _log(config) as log:
         found = await _find(log, named)
         letter = await log.letters.find(found.reader, found.seq)
         write(_line(letter))
@@ -93,13 +83,13 @@ def change(
         raise BadInput(f"name the letters to {what}, or --all-of READER, not both; see `packtrain dlq list`")
     if all_of is not None:
         checked_name(all_of, "--all-of")
-    asyncio.run(_change(where, letters, all_of, what, write))
+    asyncio.run(_change(find_run(where), letters, all_of, what, write))
 
 
 async def _change(
-    where: Where, named: list[str], all_of: str | None, what: Literal["retry", "drop"], write: Write
+    config: RunConfig, named: list[str], all_of: str | None, what: Literal["retry", "drop"], write: Write
 ) -> None:
-    async with _log(where) as log:
+    async with _log(config, LAUNCHER) as log:
         failed: list[str] = []
         for name in named or await _open_letters(log, all_of):
             try:

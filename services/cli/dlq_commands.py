@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import DEFAULT_DIRECTORY, ConfigFile, Json, RunName, Runs, note, one_line
+from services.cli.options import Json, RunArgument, note, one_line
+from services.cli.where import Where, reading
 
 app = typer.Typer(no_args_is_help=True, help="Messages that nobody could handle: see, retry or drop them.")
 
@@ -22,11 +23,10 @@ AllOf = Annotated[
 
 
 @app.command("list")
+@reading()
 def list_(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="The newest run unless given.")] = None,
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
+    where: Where,
+    named: RunArgument = None,
     all_: Annotated[bool, typer.Option("--all", help="Also those that were retried or dropped.")] = False,
     json_: Json = False,
 ) -> None:
@@ -34,50 +34,47 @@ def list_(
     with one_line():
         from services.cli import dlq
 
-        dlq.show_all(dlq.Where(config, directory, run or run_name), all_, json_, typer.echo, note)
+        dlq.show_all(where.of(named), all_, json_, typer.echo, note)
 
 
 @app.command()
+@reading()
 def show(
+    where: Where,
     letter: Annotated[
         str, typer.Argument(metavar="LETTER", help="READER/SEQ, or SEQ where that is one letter.")
     ],
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
 ) -> None:
     """Print a dead letter: reason, headers and body."""
     with one_line():
         from services.cli import dlq
 
-        dlq.show_one(dlq.Where(config, directory, run_name), letter, typer.echo)
+        dlq.show_one(where, letter, typer.echo)
 
 
 @app.command()
+@reading()
 def retry(
+    where: Where,
     letters: Letters = None,
     all_of: AllOf = None,
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
 ) -> None:
     """Give the original messages to their readers again, as if for the first time."""
     with one_line():
         from services.cli import dlq
 
-        dlq.change(dlq.Where(config, directory, run_name), letters or [], all_of, "retry", typer.echo)
+        dlq.change(where, letters or [], all_of, "retry", typer.echo)
 
 
 @app.command()
+@reading()
 def drop(
+    where: Where,
     letters: Letters = None,
     all_of: AllOf = None,
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
 ) -> None:
     """Mark dead letters as seen: they are no longer listed, and stay in the log."""
     with one_line():
         from services.cli import dlq
 
-        dlq.change(dlq.Where(config, directory, run_name), letters or [], all_of, "drop", typer.echo)
+        dlq.change(where, letters or [], all_of, "drop", typer.echo)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline.log import Log
-from pipeline.log.tasks import end_tasks
+from schemas.config import RunConfig
 from schemas.envelope import Event
 from schemas.facts import (
     ALL,
@@ -25,9 +25,9 @@ from schemas.facts import (
 from schemas.names import checked_name
 from services.cli.embedded import BadInput
 from services.cli.reach import find_run, open_log
+from services.cli.where import Where
 
 _TAIL = 10
-_QUIET_S = 5.0
 _QUIET = ("revision", "by", "attempts", "seconds", "cost", "column")
 """Values that a line leaves out where they are what they are by default."""
 _IDS = ("source", "sample", "sequence", "run")
@@ -66,9 +66,7 @@ def places(event: Event) -> set[str]:
 
 
 def show(
-    config: Path | None,
-    directory: Path,
-    run: str | None,
+    where: Where,
     chosen: Filter,
     as_json: bool,
     follow: bool,
@@ -77,25 +75,22 @@ def show(
 ) -> None:
     """Writes the events of a run, one a line: those in the log, or the newest and what follows until the run stops.
 
-    `note` is told what was skipped or did not come: it is no part of the list.
+    `note` is told what was skipped: it is no part of the list.
     """
     chosen.check()
-    asyncio.run(_show(config, directory, run, chosen, as_json, follow, write, note))
+    asyncio.run(_show(find_run(where), chosen, as_json, follow, write, note))
 
 
 async def _show(
-    config: Path | None,
-    directory: Path,
-    run: str | None,
+    found: RunConfig,
     chosen: Filter,
     as_json: bool,
     follow: bool,
     write: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
-    found = find_run(config, directory, run)
     async with open_log(found) as log:
-        events = _followed(log) if follow else _recorded(log, note)
+        events = _followed(log) if follow else _recorded(log)
         seen: set[str] = set()
         shown = 0
         async for event in events:
@@ -123,29 +118,17 @@ async def _followed(log: Log) -> AsyncIterator[Event]:
             return
 
 
-async def _recorded(log: Log, note: Callable[[str], None]) -> AsyncIterator[Event]:
-    """Up to the newest message. It may be one that is no event to us, which shows only as silence after the last."""
-    head, seen = await log.head(), 0
-    events = log.subscribe(poll_s=1.0)
-    following: asyncio.Task[Event] | None = None
-    try:
-        while head:
-            following = asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait([following], timeout=_QUIET_S)
-            if not done:
-                note(f"nothing came after message {seen} for {_QUIET_S:.0f} s; the newest is {head}")
+async def _recorded(log: Log) -> AsyncIterator[Event]:
+    """Up to the newest message, be that an event or not."""
+    head = await log.head()
+    if not head:
+        return
+    async with contextlib.aclosing(log.read(poll_s=1.0)) as found:  # pyright: ignore[reportArgumentType]  # it is an async generator
+        async for each in found:
+            if isinstance(each, Event) and each.seq <= head:
+                yield each
+            if each.seq >= head:
                 return
-            event = following.result()
-            seen = event.seq
-            if event.seq > head:
-                return
-            yield event
-            if event.seq == head:
-                return
-    finally:
-        if following is not None:
-            await end_tasks([following])
-        await events.aclose()  # pyright: ignore[reportAttributeAccessIssue]  # it is an async generator
 
 
 def as_line(event: Event, run: str) -> str:

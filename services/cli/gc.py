@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.table import Table
 
@@ -30,8 +29,9 @@ from schemas.envelope import Event
 from schemas.keys import claim_key, run_prefix
 from services.cli.embedded import BadInput, LaunchError
 from services.cli.progress import progress
-from services.cli.reach import find_run, open_log
+from services.cli.reach import find_run, open_log, store_of
 from services.cli.summary import size
+from services.cli.where import Where
 from services.imported import borrows
 
 IMAGE, ORPHAN = "image", "orphan"
@@ -47,9 +47,7 @@ _AT_ONCE = 500
 class Request:
     """Which run, and what of it goes: its own policy, with the given numbers in their place."""
 
-    config: Path | None
-    directory: Path
-    run: str | None
+    where: Where
     rules: dict[str, int]
     orphans: bool = False
     apply: bool = False
@@ -67,7 +65,7 @@ class Doomed:
 
 def collect(request: Request, tell: Callable[[str], None], show: Callable[[Table], None]) -> None:
     """Shows or removes. Raises BadInput, LaunchError, BrokerUnavailable, StoreError."""
-    config = find_run(request.config, request.directory, request.run)
+    config = find_run(request.where)
     policy = Retention.model_validate(config.retention.model_dump() | request.rules)
     if not policy.removes and not request.orphans:
         raise BadInput(
@@ -89,7 +87,7 @@ async def _collect(
     tell: Callable[[str], None],
     show: Callable[[Table], None],
 ) -> None:
-    store = ObjectStore.open(config.store)
+    store = store_of(config)
     async with open_log(config, "gc") as log:
         reading = await read_log(log)
     await _check_claim(store, config.run, reading.log_id)

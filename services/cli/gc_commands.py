@@ -6,15 +6,18 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import DEFAULT_DIRECTORY, ConfigFile, RunName, Runs, console, one_line
+from services.cli.options import RunArgument, console, one_line
+from services.cli.where import Where, reading
 
 app = typer.Typer()
 _Steps = int | None
 
 
 @app.command()
+@reading()
 def gc(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="The newest run unless given.")] = None,
+    where: Where,
+    named: RunArgument = None,
     apply: Annotated[bool, typer.Option("--apply", help="Remove it; without, it is only shown.")] = False,
     orphans: Annotated[
         bool,
@@ -29,9 +32,6 @@ def gc(
     checkpoint_steps: Annotated[
         _Steps, typer.Option(min=0, help="In place of the run's retention.checkpoint_steps.")
     ] = None,
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
     json_: Annotated[
         bool, typer.Option("--json", help="One JSON object a line for each object: key, bytes, reason.")
     ] = False,
@@ -46,9 +46,7 @@ def gc(
             "checkpoint_steps": checkpoint_steps,
         }
         request = collection.Request(
-            config,
-            directory,
-            run or run_name,
+            where.of(named),
             {name: steps for name, steps in given.items() if steps is not None},
             orphans,
             apply,

@@ -47,7 +47,7 @@ from services.cli.engine_health import check_engine
 from services.cli.live import Screen, counted
 from services.cli.policy import resolve_policy
 from services.cli.ray_hosts import RayHosts
-from services.cli.reach import GIVEN, PATHS, RECORD
+from services.cli.reach import GIVEN, LAUNCHER, PATHS, RECORD
 from services.cli.runs import (
     Choice,
     Known,
@@ -173,7 +173,7 @@ class _Launch:
             self._say(self.choice.note)
         config = self._resolve(self.choice.run, broker)
         store = await open_place(config, self.choice.resumed)
-        self.log = await Log.connect(broker, config.run, "launcher", _BROKER_S)
+        self.log = await Log.connect(broker, config.run, LAUNCHER, _BROKER_S, LAUNCHER)
         await begin(self.log, config, store, self.choice.resumed, self.options.groups_from, self._say)
         self._start(config)
         await self._watch(self.log)
@@ -214,7 +214,7 @@ class _Launch:
 
     def _looker(self, broker: Broker):
         async def look(name: str) -> Known | None:
-            log = await Log.connect(broker, name, "launcher", _BROKER_S)
+            log = await Log.connect(broker, name, LAUNCHER, _BROKER_S, LAUNCHER)
             try:
                 if not await log.exists():
                     return None

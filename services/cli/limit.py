@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import orjson
 
@@ -19,7 +18,8 @@ from pipeline.log.limits import Of, changes, newest
 from schemas.config import Pool, RunConfig, Source
 from schemas.facts import ALL, LimitChanged, RunStopped
 from services.cli.embedded import BadInput, LaunchError
-from services.cli.reach import find_run, open_log
+from services.cli.reach import LAUNCHER, find_run, open_log
+from services.cli.where import Where
 
 Write = Callable[[str], None]
 
@@ -44,9 +44,9 @@ def told(concurrency: int) -> str:
     return f"{concurrency:,} at once" if concurrency else "no limit"
 
 
-def show(config: Path | None, directory: Path, run: str | None, as_json: bool, write: Write) -> None:
+def show(where: Where, as_json: bool, write: Write) -> None:
     """Writes what holds, pools first."""
-    for row in asyncio.run(_rows(find_run(config, directory, run))):
+    for row in asyncio.run(_rows(find_run(where))):
         write(orjson.dumps(asdict(row)).decode() if as_json else row.line())
 
 
@@ -68,11 +68,9 @@ async def rows(config: RunConfig, log: Log) -> list[Row]:
     return found
 
 
-def put(
-    config: Path | None, directory: Path, run: str | None, of: Of, name: str, concurrency: int, write: Write
-) -> None:
+def put(where: Where, of: Of, name: str, concurrency: int, write: Write) -> None:
     """Sets a limit; 0 lifts it. Raises BadInput, LaunchError."""
-    found = find_run(config, directory, run)
+    found = find_run(where)
     check(found, of, name, concurrency)
     write(asyncio.run(_put(found, of, name, concurrency)))
 
@@ -92,7 +90,7 @@ def check(config: RunConfig, of: Of, name: str, concurrency: int) -> None:
 
 
 async def _put(config: RunConfig, of: Of, name: str, concurrency: int) -> str:
-    async with open_log(config, "limit") as log:
+    async with open_log(config, "limit", LAUNCHER) as log:
         if await log.last(RunStopped.type, ALL, config.run) is not None:
             raise LaunchError(f"run {config.run} is over: nothing of it runs any more")
         return await change(log, of, name, concurrency)

@@ -18,28 +18,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli import (
+    broker_commands,
     dlq_commands,
     gc_commands,
     replay_commands,
     runs_commands,
     scaffolds,
     schema_commands,
+    secrets_commands,
     store_commands,
 )
 from services.cli.options import (
-    DEFAULT_DIRECTORY,
     ConfigArgument,
-    ConfigFile,
     Directory,
     Fresh,
+    GroupsFrom,
     Id,
     Json,
     Nats,
     NatsTokenFile,
     Plain,
     Policy,
+    RunArgument,
     RunName,
-    Runs,
     Source,
     Steps,
     Store,
@@ -50,6 +51,7 @@ from services.cli.options import (
     note,
     one_line,
 )
+from services.cli.where import Where, reading
 
 if TYPE_CHECKING:
     from pipeline.config import Override
@@ -73,7 +75,9 @@ app.add_typer(replay_commands.app)
 app.add_typer(dlq_commands.app, name="dlq")
 app.add_typer(gc_commands.app)
 app.add_typer(store_commands.app, name="store")
+app.add_typer(broker_commands.app, name="broker")
 app.add_typer(scaffolds.app, name="scaffolds")
+app.add_typer(secrets_commands.app)
 
 
 @app.command()
@@ -118,13 +122,7 @@ def run(
             help="A running Ray cluster: auto, host:port or ray://host:port. Rollout hosts are its actors."
         ),
     ] = "",
-    groups_from: Annotated[
-        str,
-        typer.Option(
-            metavar="RUN",
-            help="Begin with the groups that this run, of the same broker and store, had accepted and put into no batch.",
-        ),
-    ] = "",
+    groups_from: GroupsFrom = "",
     steps: Steps = None,
     policy: Policy = None,
     run_name: RunName = None,
@@ -165,13 +163,13 @@ _OPTIONS = (
 )
 
 
-def overrides(values: tuple[Any, ...]) -> list[Override]:
-    """The given options as overrides of the configuration, in the order of `_OPTIONS`."""
+def overrides(values: tuple[Any, ...], options: tuple[tuple[str, str], ...] = _OPTIONS) -> list[Override]:
+    """The given options as overrides of the configuration, in the order of `options`."""
     from pipeline.config import Override
 
     return [
         Override(option, tuple(path.split(".")), str(value) if isinstance(value, Path) else value)
-        for (option, path), value in zip(_OPTIONS, values, strict=True)
+        for (option, path), value in zip(options, values, strict=True)
         if value is not None
     ]
 
@@ -190,10 +188,10 @@ def _launch(
 
 
 @app.command()
+@reading()
 def status(
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
+    where: Where,
+    named: RunArgument = None,
     json_: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again every other second, until Ctrl-C.")] = False,
 ) -> None:
@@ -201,7 +199,7 @@ def status(
     with one_line():
         from services.cli import status as statuses
 
-        statuses.show(config, directory, run_name, json_, watch, console(), typer.echo)
+        statuses.show(where.of(named), json_, watch, console(), typer.echo)
 
 
 @app.command()
@@ -214,23 +212,35 @@ def service(
     ],
     config: Annotated[Path, typer.Option(help="The run's config.toml.")],
     index: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
-            help="Which host, packer (cp fastest, then dp, pp) or rank (tp fastest, then cp, dp, pp) this is.",
+            help="Which host, packer (cp fastest, then dp, pp) or rank (tp fastest, then cp, dp, pp) this is. Without: a host is "
+            "named by its machine, a packer takes the lowest free place in packer.socket_dir or stands by, a trainer is all ranks.",
         ),
-    ] = 0,
+    ] = None,
     pool: Annotated[str, typer.Option(help="The harness host's pool.")] = "",
+    metrics_bind: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port in place of metrics.bind, where two services have one address, as in a pod."
+        ),
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="host:port in place of trainer.rendezvous, for a rank.")
+    ] = None,
 ) -> None:
     """Run one service, as every deployment does."""
     with one_line():
-        from services.cli.service import serve
+        from services.cli.service import OWN, serve
 
-        serve(name, config, index, pool)
+        serve(name, config, index, pool, overrides((metrics_bind, rendezvous), OWN))
 
 
 @app.command()
+@reading()
 def limit(
+    where: Where,
     concurrency: Annotated[
         int | None,
         typer.Argument(
@@ -243,9 +253,6 @@ def limit(
     source: Annotated[
         str | None, typer.Option(help="Of this source: sequences, in groups; those that run go on.")
     ] = None,
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
     json_: Json = False,
 ) -> None:
     """Show how much of each pool and source may run at once, or change it while the run goes on."""
@@ -254,7 +261,7 @@ def limit(
         from services.cli.embedded import BadInput
 
         if concurrency is None and pool is None and source is None:
-            limits.show(config, directory, run_name, json_, typer.echo)
+            limits.show(where, json_, typer.echo)
             return
         name = pool if source is None else source
         if concurrency is None or name is None or (pool is not None and source is not None):
@@ -262,7 +269,7 @@ def limit(
                 "give N and one of --pool and --source, as in limit --pool chat 16; or nothing, to look"
             )
         of = "pool" if source is None else "source"
-        limits.put(config, directory, run_name, of, name, concurrency, typer.echo)
+        limits.put(where, of, name, concurrency, typer.echo)
 
 
 @config_app.command()
@@ -289,45 +296,44 @@ def config_show(file: ConfigArgument) -> None:
 @config_app.command()
 def schema() -> None:
     """Print the JSON Schema of a configuration, every field described."""
-    import json
+    with one_line():
+        import json
 
-    from schemas.config import RunConfig
+        from schemas.config import RunConfig
 
-    typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+        typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
 
 
 @events_app.command("list")
+@reading()
 def events_list(
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
+    where: Where,
+    named: RunArgument = None,
     type_: Type = None,
     source: Source = None,
     id_: Id = None,
     json_: Json = False,
 ) -> None:
     """Print the events that are in the log."""
-    _events(config, directory, run_name, (type_, source, id_), json_, follow=False)
+    _events(where.of(named), (type_, source, id_), json_, follow=False)
 
 
 @events_app.command("tail")
+@reading()
 def events_tail(
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
+    where: Where,
+    named: RunArgument = None,
     type_: Type = None,
     source: Source = None,
     id_: Id = None,
     json_: Json = False,
 ) -> None:
     """Print events as they come, until the run stops or Ctrl-C."""
-    _events(config, directory, run_name, (type_, source, id_), json_, follow=True)
+    _events(where.of(named), (type_, source, id_), json_, follow=True)
 
 
 def _events(
-    config: Path | None,
-    directory: Path,
-    run_name: str | None,
+    where: Where,
     filters: tuple[str | None, str | None, str | None],
     as_json: bool,
     follow: bool,
@@ -336,11 +342,13 @@ def _events(
         from services.cli import events
 
         chosen = events.Filter(*filters)
-        events.show(config, directory, run_name, chosen, as_json, follow, typer.echo, note)
+        events.show(where, chosen, as_json, follow, typer.echo, note)
 
 
 @payload_app.command("show")
+@reading()
 def payload_show(
+    where: Where,
     what: Annotated[
         str,
         typer.Argument(
@@ -348,15 +356,12 @@ def payload_show(
             help="A finished sequence, as calculator-000022-7, or the key of an object.",
         ),
     ],
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
 ) -> None:
     """Print a payload's columns and its text, with the tokens that carry loss highlighted."""
     with one_line():
         from services.cli import payload
 
-        payload.show(what, config, directory, run_name, console())
+        payload.show(what, where, console())
 
 
 def main() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -21,6 +24,9 @@ _PIPED_WIDTH = 140
 
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.")]
 Policy = Annotated[str | None, typer.Option(help="tiny, smollm2, or a policy directory.")]
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Name of the run, as --run; the newest unless given.")
+]
 RunName = Annotated[str | None, typer.Option("--run", help="Name of the run.")]
 Directory = Annotated[
     Path | None,
@@ -40,6 +46,13 @@ Store = Annotated[
 StoreEndpoint = Annotated[str | None, typer.Option(help="S3 endpoint of --store, http(s)://host:port.")]
 StoreCredentials = Annotated[
     Path | None, typer.Option(help="JSON file with access_key and secret_key of --store.")
+]
+GroupsFrom = Annotated[
+    str,
+    typer.Option(
+        metavar="RUN",
+        help="Begin with the groups that this run, of the same broker and store, had accepted and put into no batch.",
+    ),
 ]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Leave an unfinished run where it is and start the next one.")
@@ -65,7 +78,27 @@ def console() -> Console:
     """Where results go: as wide as the terminal, or wide enough for the tables when there is none."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            end_unread()
+
+    return Piped() if sys.stdout.isatty() else Piped(width=_PIPED_WIDTH)
+
+
+def end_unread() -> NoReturn:
+    """Ends the command quietly, as the signal would end it that Python ignores: nobody reads its output any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(128 + signal.SIGPIPE)
+
+
+def _unread() -> bool:
+    """Whether stdout is a pipe that its reader has closed."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except OSError:
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def note(line: str) -> None:
@@ -81,7 +114,9 @@ def one_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        status = _status(error)
+        if isinstance(error, BrokenPipeError) and _unread():
+            end_unread()
+        status = status_of(error)
         if status is None:
             raise
         for line in str(error).splitlines():
@@ -89,7 +124,7 @@ def one_line() -> Iterator[None]:
         raise typer.Exit(status) from None
 
 
-def _status(error: Exception) -> int | None:
+def status_of(error: Exception) -> int | None:
     """The exit status of an expected error, None for a bug. Imports only modules that raised it or may have."""
     from pipeline.config import ConfigError
     from pipeline.log import BrokerUnavailable, LogError

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,9 @@ from schemas.payload import ROLES, PayloadHeader
 from services.cli.embedded import BadInput, LaunchError
 from services.cli.gc import fate
 from services.cli.policy import policy_directory
-from services.cli.reach import find_run, open_log
+from services.cli.reach import LogView, find_run, open_log, store_of
 from services.cli.stored import kind, read_text, sidecar
+from services.cli.where import Where
 
 Columns = dict[str, NDArray[Any]]
 LOSS_STYLE = "bold green"
@@ -37,14 +37,14 @@ _SHAPED = ("advantages.0", "advantages.1")
 _SHOWN = ("tokens", "loss_mask", "logprobs", "policy_version", "segments")
 
 
-def show(what: str, config: Path | None, directory: Path, run: str | None, console: Console) -> None:
+def show(what: str, where: Where, console: Console) -> None:
     """Prints the object of a key or of a finished sequence; every block is verified on the way.
 
     Raises StoreError, BrokerUnavailable, LaunchError.
     """
     sequence = _sequence(what)
-    found = find_run(config, directory, run)
-    store = ObjectStore.open(found.store)
+    found = find_run(where)
+    store = store_of(found)
     key = what if sequence is None else asyncio.run(_payload_key(found, *sequence))
     try:
         _show(key, found, store, console)
@@ -68,7 +68,8 @@ def _show(key: str, found: RunConfig, store: ObjectStore, console: Console) -> N
         _show_sidecar(store, key, *beside, console)
     else:
         header, columns, sidecars = asyncio.run(_fetch(store, key, found))
-        tokenizer = PolicyTokenizer.load(policy_directory(found.engine.policy))
+        known = not isinstance(found, LogView)
+        tokenizer = PolicyTokenizer.load(policy_directory(found.engine.policy)) if known else None
         _show_payload(header, columns, tokenizer, console)
         for each in sidecars:
             _tell(console, f"beside it: {each}")
@@ -93,12 +94,15 @@ async def _fetch(store: ObjectStore, key: str, config: RunConfig) -> tuple[Paylo
 
 
 def _show_payload(
-    header: PayloadHeader, columns: Columns, tokenizer: PolicyTokenizer, console: Console
+    header: PayloadHeader, columns: Columns, tokenizer: PolicyTokenizer | None, console: Console
 ) -> None:
     marks = not console.is_terminal
     _tell(console, f"{header.key}, {header.bytes} bytes")
     console.print(columns_table(header))
     console.print(segments_table(columns))
+    if tokenizer is None:
+        _tell(console, "its text needs the policy's tokenizer, which the log does not name: give --config")
+        return
     legend = (
         "tokens that carry loss stand in [[ ]]"
         if marks

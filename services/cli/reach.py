@@ -1,4 +1,4 @@
-"""A run that a launcher left behind, or runs at the moment: its configuration, and a broker that has its log."""
+"""A run that a command is about: its configuration, as far as it is here, and a broker that has its log."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from pipeline.config import load
 from pipeline.log import Log
-from schemas.config import Broker, RunConfig
+from pipeline.log.connection import BrokerUnavailable, check_address
+from schemas.config import AgentLoop, Broker, Decisions, Engine, Pool, RunConfig, Store
+from schemas.facts import ALL, RunStarted
 from schemas.names import BadName, checked_name
 from services.cli.embedded import (
     LOOPBACK,
+    BadInput,
     DirectoryLock,
     LaunchError,
     broker_member,
@@ -24,6 +29,10 @@ from services.cli.embedded import (
 )
 from services.cli.options import DEFAULT_DIRECTORY
 from services.cli.supervise import Supervisor, Unit
+from services.cli.where import BrokerOptions, Where
+
+if TYPE_CHECKING:
+    from pipeline.store import ObjectStore
 
 RECORD = "config.toml"
 """A run's configuration with everything filled in, in its directory: what services and reading commands use."""
@@ -39,6 +48,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "packer": ("socket_dir",),
 }
 """The keys of a configuration that name files, by section."""
+READER, LAUNCHER = "reader", "launcher"
+"""Users of the broker: of commands that only read, and of those that begin, change and end runs."""
 _START_S, _TRY_S = 5.0, 0.02
 _LISTEN = re.compile(r'^listen: "([0-9.]+:[0-9]+)"$', re.MULTILINE)
 
@@ -61,14 +72,139 @@ def records(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
-def find_run(config: Path | None, directory: Path, run: str | None) -> RunConfig:
-    """The configuration file itself, or the record of a run in a launcher's directory: the named one, or the newest."""
-    if config is not None:
-        return read_record(config)
+class LogView(RunConfig):
+    """A run's configuration as far as its log tells it: the decisions, and the names of pools. Of hosts it knows none."""
+
+
+def find_run(where: Where) -> RunConfig:
+    """The configuration file itself; what a broker's log tells of a run; or the record of a run in a launcher's directory. Broker and
+    store are those that options name, where they do. Blocking.
+
+    Raises ConfigError, BadInput, LaunchError, BrokerUnavailable.
+    """
+    if where.config is not None:
+        found = read_record(where.config)
+        if where.run not in (None, found.run):
+            raise BadInput(f"{where.config} is of run {found.run}, not of {where.run}; leave --run out")
+        return _reached(found, where)
+    if where.nats is None:
+        return _reached(_recorded(where.directory, where.run), where)
+    if where.run is None:
+        raise BadInput(
+            f"--nats names no run: give --run, too; `packtrain runs list --nats {where.nats}` tells which there are"
+        )
+    run, broker = checked_name(where.run, "run"), broker_given(where)
+    assert broker is not None
+    return _reached(asyncio.run(_logged(run, broker)), where)
+
+
+def broker_given(given: BrokerOptions) -> Broker | None:
+    """The broker that options name; None when they name none. Raises BadInput."""
+    if given.nats is None:
+        for option in ("nats_token_file", "nats_credentials", "nats_ca"):
+            if getattr(given, option) is not None:
+                raise BadInput(f"--{option.replace('_', '-')} is for --nats, which is not given")
+        return None
+    return _broker(given, Broker())
+
+
+def _broker(given: BrokerOptions, known: Broker) -> Broker:
+    """`known` with what options say. An address comes with all that is needed to reach it: nothing else is kept."""
+    files = {
+        "token_file": given.nats_token_file,
+        "credentials_file": given.nats_credentials,
+        "ca_file": given.nats_ca,
+    }
+    update: dict[str, Any] = {key: str(file.absolute()) for key, file in files.items() if file is not None}
+    if given.nats is not None:
+        try:
+            check_address(given.nats)
+        except BrokerUnavailable as error:
+            raise BadInput(str(error).replace("broker.url", "--nats")) from error
+        if "@" in given.nats:
+            raise BadInput(
+                "--nats may hold no credentials; put them in a file and name it with --nats-credentials or --nats-token-file"
+            )
+        others = dict.fromkeys(PATHS["broker"], "")
+        update = {**others, **update, "url": given.nats}
+    elif "credentials_file" in update:
+        update = {"token_file": "", **update}
+    try:
+        return Broker.model_validate({**known.model_dump(), **update})
+    except ValidationError as error:
+        raise BadInput(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from error
+
+
+def _reached(config: RunConfig, where: Where) -> RunConfig:
+    """The configuration with the broker and the store that options name."""
+    credentials = where.store_credentials
+    store = {
+        "url": where.store,
+        "endpoint": where.store_endpoint,
+        "credentials_file": str(credentials.absolute()) if credentials is not None else None,
+    }
+    update = {key: value for key, value in store.items() if value is not None}
+    if where.store is not None:
+        update = {"endpoint": "", "credentials_file": "", **update}
+    try:
+        section = Store.model_validate({**config.store.model_dump(), **update})
+    except ValidationError as error:
+        raise BadInput(f"--store: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    return config.model_copy(update={"broker": _broker(where, config.broker), "store": section})
+
+
+async def _logged(run: str, broker: Broker) -> LogView:
+    log = await Log.connect(broker, run, "cli", user=READER)
+    try:
+        if not await log.exists():
+            raise LaunchError(
+                f"broker {broker.url} has no run {run!r}; `packtrain runs list` tells which it has"
+            )
+        started = await log.last(RunStarted.type, ALL, run)
+    finally:
+        await log.close()
+    if started is None or not isinstance(started.fact, RunStarted):
+        raise LaunchError(f"run {run} has not begun: its log has no run.started")
+    try:
+        known = Decisions.model_validate(started.fact.config)
+    except ValidationError as error:
+        raise LaunchError(
+            f"run {run} was begun by another release: its run.started cannot be read; give --config"
+        ) from error
+    pools = dict.fromkeys(source.pool for source in known.sources)
+    # Not validated: what the log does not tell would be at odds with what it tells.
+    return LogView.model_construct(
+        run=run,
+        directory="",
+        steps=known.steps,
+        batch=known.batch,
+        mixer=known.mixer,
+        sources=known.sources,
+        pools=tuple(Pool(name=name, harness="") for name in pools),
+        agent_loop=AgentLoop.model_construct(hosts=0),
+        engine=Engine(policy="", vision=known.vision),
+        broker=broker,
+    )
+
+
+def store_of(config: RunConfig) -> ObjectStore:
+    """The run's objects. Raises StoreError, and BadInput where nothing says where they are."""
+    if isinstance(config, LogView) and not config.store.url:
+        raise BadInput(
+            f"the log of run {config.run} does not tell where its objects are; give --store, or --config"
+        )
+    # Its client takes as long to import as all else that a command needs.
+    from pipeline.store import ObjectStore
+
+    return ObjectStore.open(config.store)
+
+
+def _recorded(directory: Path, run: str | None) -> RunConfig:
+    """The record of a run in a launcher's directory: the named one, or the newest."""
     found = records(directory)
     if not found:
         raise LaunchError(
-            f"{directory} holds no run; name its directory with --directory, or a file with --config"
+            f"{directory} holds no run; name its directory with --directory, a file with --config, or a broker with --nats"
         )
     if run is None:
         return read_record(found[-1])
@@ -166,10 +302,10 @@ def running_broker(directory: Path) -> Broker | None:
 
 
 @asynccontextmanager
-async def open_log(config: RunConfig, producer: str = "cli") -> AsyncIterator[Log]:
-    """The run's log, which is there. Raises BrokerUnavailable, LaunchError."""
+async def open_log(config: RunConfig, producer: str = "cli", user: str = READER) -> AsyncIterator[Log]:
+    """The run's log, which is there; `user`: whose credentials suffice for what is done to it. Raises BrokerUnavailable, LaunchError."""
     async with broker_of(config) as broker:
-        log = await Log.connect(broker, config.run, producer)
+        log = await Log.connect(broker, config.run, producer, user=user)
         try:
             if not await log.exists():  # to read it would wait for a broker that serves no streams
                 raise LaunchError(f"broker {broker.url} has no run {config.run!r}")

@@ -8,6 +8,7 @@ Promises:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections import Counter
@@ -26,6 +27,7 @@ from schemas.names import subject_filter
 from services.cli.embedded import BadInput
 from services.cli.progress import progress
 from services.cli.reach import find_run, open_log
+from services.cli.where import Where
 
 _POLL_S = 1.0
 _LONG = 5_000
@@ -99,14 +101,12 @@ def read_until(text: str | None) -> Until:
 
 
 @asynccontextmanager
-async def open_recording(
-    run: str | None, directory: Path, file: Path | None, until: Until = None
-) -> AsyncIterator[Recording]:
-    """The run of an exported file, or of a launcher's directory. Raises BadInput, LaunchError, BrokerUnavailable."""
+async def open_recording(where: Where, file: Path | None, until: Until = None) -> AsyncIterator[Recording]:
+    """The run of an exported file, or that `where` names. Raises BadInput, LaunchError, BrokerUnavailable."""
     if file is not None:
         with _archive(file) as archive:
-            if run not in (None, archive.manifest.run):
-                raise BadInput(f"{file} is of run {archive.manifest.run}, not {run}")
+            if where.run not in (None, archive.manifest.run):
+                raise BadInput(f"{file} is of run {archive.manifest.run}, not {where.run}")
 
             async def stored() -> AsyncGenerator[Found, None]:
                 for found in archive.messages():
@@ -115,7 +115,7 @@ async def open_recording(
 
             yield Recording(archive.manifest.run, archive.manifest.last, stored, until)
         return
-    config = find_run(None, directory, run)
+    config = await asyncio.to_thread(find_run, where)
     async with open_log(config) as log:
         head = await log.head()
 

@@ -33,6 +33,7 @@ from services.cli.events import note_skipped
 from services.cli.options import FAILED
 from services.cli.recording import Recording, open_recording, read_until
 from services.cli.replay_report import difference_lines, rerun_lines
+from services.cli.where import Where
 
 _ALL = ("mixer", "sampler")
 """The sampler's decisions hold the yield's."""
@@ -42,8 +43,7 @@ _ALL = ("mixer", "sampler")
 class Request:
     """What the command line asks for."""
 
-    run: str | None
-    directory: Path
+    where: Where
     file: Path | None = None
     until: str | None = None
     service: str | None = None
@@ -67,7 +67,7 @@ async def _show(
     until = read_until(request.until)
     names = (request.service,) if request.service is not None else _ALL
     services = [SERVICES[name] for name in names]
-    async with open_recording(request.run, request.directory, request.file, until) as recording:
+    async with open_recording(request.where, request.file, until) as recording:
         started = await recording.started()
         if request.settings or request.config is not None:
             status, whole, lines = await _difference(recording, services, request, started)

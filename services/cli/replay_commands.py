@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import DEFAULT_DIRECTORY, RunName, note, one_line
+from services.cli.options import RunArgument, note, one_line
+from services.cli.where import Where, reading
 
 app = typer.Typer()
 
-_Runs = Annotated[Path, typer.Option("--directory", help="The launcher's directory that the run is in.")]
 _File = Annotated[
     Path | None, typer.Option("--file", help="A file of `packtrain export`, instead of a directory.")
 ]
@@ -19,10 +19,10 @@ _Json = Annotated[bool, typer.Option("--json", help="All of it as one JSON objec
 
 
 @app.command()
+@reading(without="config")
 def replay(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="The run; the directory's newest unless given.")
-    ] = None,
+    where: Where,
+    named: RunArgument = None,
     until: Annotated[
         str | None,
         typer.Option(metavar="SEQ|TIME", help="Up to this message, or this time (ISO 8601 with zone)."),
@@ -44,7 +44,6 @@ def replay(
             help="A changed configuration: its steps, batch, mixer and sources instead of the recorded. It does not name the run."
         ),
     ] = None,
-    directory: _Runs = DEFAULT_DIRECTORY,
     file: _File = None,
     json_: _Json = False,
 ) -> None:
@@ -55,21 +54,21 @@ def replay(
     with one_line():
         from services.cli import replay as replaying
 
-        request = replaying.Request(run, directory, file, until, service, tuple(settings or ()), config)
+        request = replaying.Request(where.of(named), file, until, service, tuple(settings or ()), config)
         status = replaying.show(request, json_, typer.echo, note)
     raise typer.Exit(status)
 
 
 @app.command()
+@reading()
 def trace(
+    where: Where,
     id_: Annotated[
         str,
         typer.Argument(
             metavar="ID", help="A sample, sequence or batch: calculator-000022, calculator-000022-7, 000004."
         ),
     ],
-    run_name: RunName = None,
-    directory: _Runs = DEFAULT_DIRECTORY,
     file: _File = None,
     json_: _Json = False,
 ) -> None:
@@ -79,4 +78,4 @@ def trace(
 
         from services.cli import trace as tracing
 
-        asyncio.run(tracing.show(id_, run_name, directory, file, json_, typer.echo, note))
+        asyncio.run(tracing.show(id_, where, file, json_, typer.echo, note))

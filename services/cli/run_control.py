@@ -27,6 +27,7 @@ from services.cli.live import counted
 from services.cli.reach import (
     GIVEN,
     IMPORTING,
+    LAUNCHER,
     RECORD,
     broker_of,
     embedded_broker,
@@ -81,7 +82,7 @@ async def place_of(directory: Path, run: str, given: Broker | None) -> AsyncIter
 @asynccontextmanager
 async def log_of(place: Place, run: str) -> AsyncIterator[Log]:
     """A connection to the log of a run; LogError in it is an error of the command."""
-    log = await Log.connect(place.broker, run, "runs", _CONNECT_S)
+    log = await Log.connect(place.broker, run, "runs", _CONNECT_S, LAUNCHER)
     try:
         yield log
     except LogError as error:

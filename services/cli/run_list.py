@@ -23,7 +23,7 @@ from schemas.facts import ALL, RunStarted, RunStopped, StepTrained
 from schemas.names import BadName, checked_name, stream_name, subject_filter
 from services.cli.embedded import is_embedded
 from services.cli.launcher import find_launcher
-from services.cli.reach import IMPORTING, embedded_broker, home_of, read_record, records
+from services.cli.reach import IMPORTING, READER, embedded_broker, home_of, read_record, records
 from services.cli.summary import size
 
 _AT_ONCE = 64
@@ -127,7 +127,7 @@ async def _of_records(broker: Broker, runs: Sequence[str], directory: Path) -> l
 
 
 async def _of_broker(broker: Broker, directory: Path, only: Sequence[str] | None = None) -> list[Row]:
-    client = await connect(broker, "runs", _CONNECT_S)
+    client = await connect(broker, "runs", _CONNECT_S, READER)
     try:
         js = client.jetstream(timeout=_CONNECT_S)
         streams = [(run, info) for run, info in (await _streams(js)).items() if only is None or run in only]

@@ -118,9 +118,7 @@ def differences(
     Beside the decisions in the log these are the policy, what teachers score with, and the store, from the run's own
     record: other weights or other objects would make two runs of one; and the pools' shares of a host budget.
     """
-    mine = _plain(config.decisions())
-    theirs = _known(decisions) if decisions is not None else mine
-    out = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
+    out = decided_otherwise(config, decisions) if decisions is not None else []
     recorded = read_record(record)
     if recorded.engine.policy != config.engine.policy:
         out.append("engine.policy")
@@ -132,6 +130,12 @@ def differences(
     if shared and recorded.pool_hosts() != config.pool_hosts():
         out.append("host_budget")
     return out
+
+
+def decided_otherwise(config: RunConfig, decisions: Mapping[str, Any]) -> list[str]:
+    """The keys of a `run.started`'s decisions, in order, that this configuration has other values of."""
+    mine, theirs = _plain(config.decisions()), _known(decisions)
+    return [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
 
 
 def store_url(config: RunConfig, directory: Path) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from services.cli.options import (
     DEFAULT_DIRECTORY,
-    ConfigFile,
+    GroupsFrom,
     Json,
-    Nats,
-    NatsTokenFile,
     Plain,
     Store,
     StoreCredentials,
@@ -21,11 +19,9 @@ from services.cli.options import (
     note,
     one_line,
 )
+from services.cli.where import BrokerOptions, Where, brokered, reading
 
-if TYPE_CHECKING:
-    from schemas.config import Broker
-
-app = typer.Typer(no_args_is_help=True, help="List, stop, resume and remove runs.")
+app = typer.Typer(no_args_is_help=True, help="Begin, list, stop, resume and remove runs.")
 archive_app = typer.Typer()
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
@@ -33,10 +29,10 @@ _Directory = Annotated[Path, typer.Option("--directory", help="The launcher's di
 
 
 @app.command("list")
+@brokered
 def list_(
+    broker: BrokerOptions,
     directory: _Directory = DEFAULT_DIRECTORY,
-    nats: Nats = None,
-    nats_token_file: NatsTokenFile = None,
     json_: Json = False,
 ) -> None:
     """Print the runs of a directory, or of a broker: what became of them, and when they were last heard of."""
@@ -44,33 +40,52 @@ def list_(
         import asyncio
 
         from services.cli import run_list
+        from services.cli.reach import broker_given
 
-        rows = asyncio.run(run_list.list_runs(directory, _broker(nats, nats_token_file)))
+        rows = asyncio.run(run_list.list_runs(directory, broker_given(broker)))
         if json_:
             for row in rows:
                 typer.echo(run_list.as_line(row))
         elif rows:
             console().print(run_list.table(rows))
         else:
-            note(f"no runs in {nats or directory}")
+            note(f"no runs in {broker.nats or directory}")
 
 
 @app.command()
+def begin(
+    config: Annotated[
+        Path, typer.Option("--config", help="The configuration that all services of the run are given.")
+    ],
+    groups_from: GroupsFrom = "",
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Seconds that the broker and the store may take to answer.")
+    ] = 60.0,
+) -> None:
+    """Begin a run whose services others start: make its bucket, stream and first fact, unless they are there."""
+    with one_line():
+        from services.cli import begin_run
+
+        begin_run.begin_run(begin_run.load_deployed(config), groups_from, wait_s, typer.echo)
+
+
+@app.command()
+@brokered
 def stop(
+    options: BrokerOptions,
     run: _Run,
     cancel: Annotated[
         bool, typer.Option("--cancel", help="End the run for good, on whatever machines its services are.")
     ] = False,
     directory: _Directory = DEFAULT_DIRECTORY,
-    nats: Nats = None,
-    nats_token_file: NatsTokenFile = None,
 ) -> None:
     """Stop the launcher of a run, which stays unfinished; or cancel the run."""
     with one_line():
         from services.cli import run_control
         from services.cli.embedded import BadInput
+        from services.cli.reach import broker_given
 
-        broker = _broker(nats, nats_token_file)
+        broker = broker_given(options)
         if cancel:
             run_control.cancel(directory, run, broker, typer.echo)
         elif broker is not None:
@@ -90,12 +105,12 @@ def resume(run: _Run, plain: Plain = False, directory: _Directory = DEFAULT_DIRE
 
 
 @app.command()
+@brokered
 def rm(
+    broker: BrokerOptions,
     run: _Run,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     directory: _Directory = DEFAULT_DIRECTORY,
-    nats: Nats = None,
-    nats_token_file: NatsTokenFile = None,
 ) -> None:
     """Remove a run for good: its log, snapshots, objects, record and secrets."""
     with one_line():
@@ -103,6 +118,7 @@ def rm(
 
         from services.cli import run_removal
         from services.cli.embedded import LaunchError
+        from services.cli.reach import broker_given
 
         def ask(told: str) -> bool:
             if yes:
@@ -111,20 +127,20 @@ def rm(
                 raise LaunchError(f"{told}; nobody is here to ask: --yes removes it")
             return typer.confirm(f"{told}. Remove all of it?", err=True)
 
-        removed = run_removal.remove(directory, run, _broker(nats, nats_token_file), ask, typer.echo)
+        removed = run_removal.remove(directory, run, broker_given(broker), ask, typer.echo)
     if not removed:
         raise typer.Exit(1)
 
 
 @archive_app.command()
+@reading()
 def export(
+    where: Where,
     what: Annotated[
         list[str],
         typer.Argument(metavar="[RUN] FILE", help="The run (the newest unless given), and the file."),
     ],
     payloads: Annotated[bool, typer.Option("--payloads", help="With the run's objects.")] = False,
-    config: ConfigFile = None,
-    directory: _Directory = DEFAULT_DIRECTORY,
 ) -> None:
     """Write a run into one file: its events, and if wanted its objects."""
     with one_line():
@@ -134,15 +150,15 @@ def export(
         if len(what) > 2:
             raise BadInput(f"export takes [RUN] FILE, {len(what)} arguments were given")
         run = what[0] if len(what) == 2 else None
-        archive.export(run, Path(what[-1]), payloads, config, directory, typer.echo)
+        archive.export(where.of(run), Path(what[-1]), payloads, typer.echo)
 
 
 @archive_app.command("import")
+@brokered
 def import_(
+    options: BrokerOptions,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of `packtrain export`.")],
     directory: _Directory = DEFAULT_DIRECTORY,
-    nats: Nats = None,
-    nats_token_file: NatsTokenFile = None,
     store: Store = None,
     store_endpoint: StoreEndpoint = None,
     store_credentials: StoreCredentials = None,
@@ -151,32 +167,12 @@ def import_(
     with one_line():
         from schemas import config as sections
         from services.cli import archive
+        from services.cli.reach import broker_given
 
         place = sections.Store(
             url=store or "",
             endpoint=store_endpoint or "",
             credentials_file=str(store_credentials.absolute()) if store_credentials else "",
         )
-        broker = _broker(nats, nats_token_file) or sections.Broker()
+        broker = broker_given(options) or sections.Broker()
         archive.import_file(file, archive.Target(directory, broker, place), typer.echo)
-
-
-def _broker(nats: str | None, token_file: Path | None) -> Broker | None:
-    """The given broker, as a record names it; raises BadInput on an address that is none."""
-    from pipeline.log.connection import BrokerUnavailable, check_address
-    from schemas.config import Broker
-    from services.cli.embedded import BadInput
-
-    if nats is None:
-        if token_file is not None:
-            raise BadInput("--nats-token-file is the token of --nats, which is not given")
-        return None
-    try:
-        check_address(nats)
-        if "@" in nats:
-            raise BadInput(
-                "--nats may hold no credentials; put the token in a file and name it with --nats-token-file"
-            )
-    except BrokerUnavailable as error:
-        raise BadInput(str(error)) from error
-    return Broker(url=nats, token_file=str(token_file.absolute()) if token_file else "")

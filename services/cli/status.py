@@ -2,6 +2,8 @@
 
 Promises:
 - every host that the configuration has is told: one that never reported, or not for `SILENT_S`, is silent, and how long;
+- of a service or pool whose hosts are named by their machines, as in a deployment, those are told that have reported: how many
+  there should be, the deployment knows;
 - what binds is said of the hosts that are not silent, by `pipeline.hosts.waits.binding`; the limits that hold beside it, for a
   pool or a source that is held back by its own waits for no resource;
 - it reads, and changes nothing.
@@ -13,7 +15,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -28,8 +29,10 @@ from pipeline.log import Log
 from schemas.config import RunConfig
 from services.cli import limit
 from services.cli.embedded import LaunchError
-from services.cli.reach import find_run, open_log
+from services.cli.reach import LogView, find_run, open_log
+from services.cli.runs import host_places
 from services.cli.summary import size
+from services.cli.where import Where
 
 _TOLD = 0.01
 """A share of waits that is worth a word."""
@@ -61,12 +64,14 @@ class Status:
     """Those that there are."""
 
 
-def expected(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Name to (service, pool) of every host that the configuration has."""
-    hosts = {f"agent-loop-{i}": ("agent-loop", "") for i in range(config.agent_loop.hosts)}
-    for pool, count in config.pool_hosts().items():
-        hosts |= {f"harness-{pool}-{i}": ("harness", pool) for i in range(count)}
-    return hosts
+def expected(config: RunConfig, found: Sequence[HostReport] = ()) -> dict[str, tuple[str, str]]:
+    """Name to (service, pool) of every host that should be there, or has reported."""
+    # How many there should be stands in no log.
+    places = [] if isinstance(config, LogView) else host_places(config)
+    numbered = {place.name: (place.service, place.pool) for place in places}
+    reported = {report.host: (report.service, report.pool) for report in found}
+    by_machine = {kind for host, kind in reported.items() if host not in numbered}
+    return {host: kind for host, kind in numbered.items() if kind not in by_machine} | reported
 
 
 def status_of(
@@ -78,10 +83,9 @@ def status_of(
 ) -> Status:
     """What the reports, and the limits that hold, come to at that time. Pure."""
     known = {report.host: report for report in found}
-    hosts = expected(config) | {report.host: (report.service, report.pool) for report in found}
     rows: list[Row] = []
     windows: dict[str, Window] = {}
-    for name, (service, pool) in hosts.items():
+    for name, (service, pool) in expected(config, found).items():
         report = known.get(name)
         row = Row(name, service, pool, report, None if report is None else 0.0)
         if report is not None and report.state != "stopped":
@@ -153,16 +157,14 @@ def waits(shares: Mapping[str, float]) -> str:
 
 
 def show(
-    config: Path | None,
-    directory: Path,
-    run: str | None,
+    where: Where,
     as_json: bool,
     watch: bool,
     console: Console,
     write: Callable[[str], None],
 ) -> None:
     """Prints the status of a run, once or until Ctrl-C. Raises ConfigError, LaunchError, BrokerUnavailable."""
-    found = find_run(config, directory, run)
+    found = find_run(where)
     try:
         asyncio.run(_show(found, as_json, watch, console, write))
     except KeyboardInterrupt:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import DEFAULT_DIRECTORY, ConfigFile, RunName, Runs, one_line
+from services.cli.options import one_line
+from services.cli.where import Where, reading
 
 app = typer.Typer(no_args_is_help=True, help="What the object store is to allow.")
 
@@ -17,29 +18,41 @@ def _group() -> None:
 
 
 @app.command()
+@reading()
 def policy(
+    where: Where,
     service: Annotated[
-        str, typer.Argument(help="A service as `packtrain service` names it, launcher or reader.")
+        str, typer.Argument(help="A service as `packtrain service` names it, launcher, reader or admin.")
     ],
-    config: ConfigFile = None,
-    directory: Runs = DEFAULT_DIRECTORY,
-    run_name: RunName = None,
+    every_run: Annotated[
+        bool, typer.Option("--every-run", help="Of all runs of the store, not of one.")
+    ] = False,
+    create_only: Annotated[
+        bool,
+        typer.Option(
+            "--create-only",
+            help="Have the server refuse to write over an object. For Amazon S3, and others that know s3:if-none-match.",
+        ),
+    ] = False,
 ) -> None:
     """Print the least that a service's S3 user must be allowed, as an AWS policy document (JSON)."""
     with one_line():
         import json
         from urllib.parse import urlsplit
 
-        from pipeline.store.policies import SERVICES, policy_for
+        from pipeline.store.policies import EVERY_RUN, KINDS, policy_for
         from services.cli.embedded import BadInput
         from services.cli.reach import find_run
 
-        found = find_run(config, directory, run_name)
+        found = find_run(where)
         url = urlsplit(found.store.url)
         if url.scheme != "s3":
             raise BadInput(
-                f"run {found.run} has its objects in {found.store.url}, which has no users: policies are for s3://"
+                f"run {found.run} has its objects in {found.store.url or 'files'}, which has no users: policies are for s3://; name a run that has a "
+                "bucket with --config, or the bucket with --store"
             )
-        if service not in SERVICES:
-            raise BadInput(f"no service {service[:80]!r} has a policy; services: {', '.join(SERVICES)}")
-        typer.echo(json.dumps(policy_for(service, found.run, url.netloc, url.path.strip("/")), indent=2))
+        if service not in KINDS:
+            raise BadInput(f"no user {service[:80]!r} has a policy; users: {', '.join(KINDS)}")
+        run = EVERY_RUN if every_run else found.run
+        document = policy_for(service, run, url.netloc, url.path.strip("/"), create_only=create_only)
+        typer.echo(json.dumps(document, indent=2))

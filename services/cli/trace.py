@@ -16,12 +16,12 @@ from schemas.names import checked_name
 from services.cli.embedded import LaunchError
 from services.cli.events import note_skipped
 from services.cli.recording import open_recording
+from services.cli.where import Where
 
 
 async def show(
     id_: str,
-    run: str | None,
-    directory: Path,
+    where: Where,
     file: Path | None,
     as_json: bool,
     write: Callable[[str], None],
@@ -29,7 +29,7 @@ async def show(
 ) -> None:
     """Writes the life of `id_`. Raises BadName for an id that can be none, LaunchError for one that is not in the log."""
     checked_name(id_, "id")
-    async with open_recording(run, directory, file) as recording:
+    async with open_recording(where, file) as recording:
         tracer = Tracer(recording.run, id_)
         first: Event | None = None
         async for event in recording.events():

@@ -28,6 +28,7 @@ from services.cli.embedded import DirectoryLock, LaunchError
 from services.cli.launcher import find_launcher
 from services.cli.reach import embedded_broker
 from services.cli.run_list import list_runs
+from services.cli.where import Where
 from tests import commands
 from tests.launched import CHAT_ONLY, Launched
 from tests.natsserver import NatsServer
@@ -431,7 +432,7 @@ def test_stop_signals_nobody_but_the_launcher_that_was_found(tmp_path: Path) -> 
 
 
 async def move(source: Path, target: Path, file: Path, payloads: bool) -> None:
-    await asyncio.to_thread(archive.export, "small", file, payloads, None, source, print)
+    await asyncio.to_thread(archive.export, Where(directory=source, run="small"), file, payloads, print)
     place = archive.Target(target, Broker(), StoreConfig())
     await asyncio.to_thread(archive.import_file, file, place, print)
 

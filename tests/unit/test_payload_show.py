@@ -19,6 +19,7 @@ from schemas.signal import Teacher
 from services.cli import payload
 from services.cli.embedded import LaunchError
 from services.cli.stored import MAX_SHOWN
+from services.cli.where import Where
 
 PAYLOAD = payload_key("demo", "arithmetic", "arithmetic-000000-0-a1")
 TEACHER, ADVANTAGES = sidecar_key(PAYLOAD, "teacher.large"), sidecar_key(PAYLOAD, "advantages.0")
@@ -55,7 +56,7 @@ def store(tmp_path: Path) -> ObjectStore:
 def shown(tmp_path: Path, key: str) -> str:
     console = Console(width=200, force_terminal=False)
     with console.capture() as capture:
-        payload.show(key, None, tmp_path, "demo", console)
+        payload.show(key, Where(directory=tmp_path, run="demo"), console)
     return capture.get()
 
 

@@ -1,0 +1,145 @@
+"""`packtrain broker` on the command line: what each user of the broker may do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.options import one_line
+
+app = typer.Typer(no_args_is_help=True, help="Users of the broker, and what each may do.")
+Kind = Annotated[str, typer.Argument(help="A service as `packtrain service` names it, launcher or reader.")]
+Runs = Annotated[
+    list[str] | None,
+    typer.Option("--run", help="A run that it may take part in; again for more. Without: every run."),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--work",
+        help="Name of a work consumer of the harness or teacher user (harness-<pool>), or of a durable of the reader (sub-<name>); "
+        "again for more. Without: any for harness and teacher, none for the reader.",
+    ),
+]
+
+
+@app.command()
+def permissions(
+    kind: Kind,
+    run: Runs = None,
+    work: Names = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Print the subjects that a user may publish and subscribe to. All else is refused."""
+    with one_line():
+        import json
+
+        from pipeline.log.permissions import EVERY_RUN, KINDS, permissions_for
+        from services.cli.embedded import BadInput
+
+        if kind not in KINDS:
+            raise BadInput(f"no user {kind[:80]!r} of the broker; users: {', '.join(KINDS)}")
+        found = [permissions_for(kind, each, work) for each in run or (EVERY_RUN,)]
+        told = {
+            "publish": list(dict.fromkeys(s for each in found for s in each.publish)),
+            "subscribe": list(dict.fromkeys(s for each in found for s in each.subscribe)),
+        }
+        if as_json:
+            typer.echo(json.dumps(told, indent=2))
+            return
+        for what, subjects in told.items():
+            typer.echo("\n".join((f"{what}:", *(f"  {subject}" for subject in subjects))))
+
+
+@app.command()
+def table() -> None:
+    """Print what each user may do, as a table in Markdown."""
+    with one_line():
+        from pipeline.log.permissions import table
+
+        typer.echo(table(), nl=False)
+
+
+@app.command()
+def users(
+    directory: Annotated[
+        Path, typer.Option(help="Where `packtrain secrets` keeps the keys: <directory>/broker/<user>.nk.")
+    ] = Path(".secrets"),
+    run: Runs = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of this run's pools and teachers only, in place of any consumer for harness and teacher."
+        ),
+    ] = None,
+    durable: Annotated[
+        list[str] | None,
+        typer.Option(help="A durable subscription that the reader may have; again for more."),
+    ] = None,
+) -> None:
+    """Print users.conf for the server to include: public keys, and what each user may. Holds no secret."""
+    with one_line():
+        from pipeline.config import load
+        from pipeline.log.permissions import EVERY_RUN, users_conf, work_of
+        from pipeline.log.subscription import durable_name
+
+        work: dict[str, tuple[str, ...]] = {} if config is None else work_of(load(config))
+        work["reader"] = tuple(map(durable_name, durable or ()))
+        typer.echo(users_conf(_keys(directory), run or (EVERY_RUN,), work), nl=False)
+
+
+@app.command()
+def leaf(
+    directory: Annotated[
+        Path, typer.Option(help="Where `packtrain secrets` keeps the keys: <directory>/broker/<user>.nk.")
+    ] = Path(".secrets"),
+    run: Runs = None,
+    domain: Annotated[str, typer.Option(help="JetStream's domain at the hub, as in its nats.conf.")] = "hub",
+) -> None:
+    """Make what a leaf node needs (infra/nats/leaf.conf): <directory>/leaf/users.conf and leaf-seed.conf; and leaf-key.conf for its hub."""
+    with one_line():
+        import secrets
+
+        import nkeys
+
+        from pipeline.log.permissions import EVERY_RUN, users_conf
+        from schemas.names import checked_name
+        from services.cli.deploy_secrets import write
+
+        checked_name(domain, "JetStream domain")
+        at = directory / "leaf"
+        conf = users_conf(_keys(directory), run or (EVERY_RUN,), domain=domain)
+        at.mkdir(mode=0o700, exist_ok=True)
+        if not (at / "leaf-seed.conf").exists():
+            seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
+            public = nkeys.from_seed(bytearray(seed)).public_key.decode()
+            # The public half first: a seed that is there has both.
+            write(at / "leaf-key.conf", f"nkey: {public}\n".encode(), 0o444)
+            write(at / "leaf-seed.conf", f"nkey: {seed.decode()}\n".encode(), 0o444)
+        write(at / "users.conf", conf.encode(), 0o444)
+        typer.echo(f"{at}: users.conf and leaf-seed.conf for the leaf node, leaf-key.conf for its hub")
+
+
+def _keys(directory: Path) -> dict[str, str]:
+    """The users' public keys; raises BadInput."""
+    import nkeys
+
+    from pipeline.log.permissions import KINDS
+    from services.cli.embedded import BadInput
+
+    keys: dict[str, str] = {}
+    for kind in KINDS:
+        path = directory / "broker" / f"{kind}.nk"
+        try:
+            keys[kind] = nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key.decode()
+        except OSError as error:
+            raise BadInput(
+                f"{path} cannot be read ({error.strerror}); `packtrain secrets` makes the keys"
+            ) from None
+        except (nkeys.NkeysError, ValueError, LookupError):
+            raise BadInput(
+                f"{path} holds no nkey seed; `packtrain secrets --rotate {kind}` makes it anew"
+            ) from None
+    return keys
