@@ -15,7 +15,7 @@ from pipeline.config import loads
 from pipeline.graders import base as graders
 from pipeline.retention.core import REASONS
 from pipeline.signal import hooks, rules
-from pipeline.store.policies import SERVICES as POLICIES
+from pipeline.store.policies import KINDS
 from pipeline.vision.owners import IMAGE_ARRAYS
 from schemas.config import Batch, Packer, Retention, Vision
 from schemas.facts import FACTS
@@ -58,7 +58,8 @@ def test_the_configurations_of_pages_are_ones(page: str) -> None:
     [
         ("porter.md", {*LAYOUTS, *PACKED, *COLUMNS, *Batch.model_fields, *Packer.model_fields}),
         ("images.md", {*IMAGE_ARRAYS, *Vision.model_fields}),
-        ("retention.md", {*Retention.model_fields, *REASONS, *POLICIES}),
+        ("retention.md", {*Retention.model_fields, *REASONS}),
+        ("store.md", set(KINDS)),
     ],
 )
 def test_layouts_arrays_and_sections_are_described(page: str, names: set[str]) -> None:
