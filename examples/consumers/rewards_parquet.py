@@ -92,7 +92,7 @@ async def main() -> None:
     given.directory.mkdir(parents=True, exist_ok=True)
     newest = max((int(part.stem.split("-")[1]) for part in given.directory.glob("*.parquet")), default=0)
     async with broker_of(config) as broker:
-        log = await Log.connect(broker, config.run, "rewards-parquet")
+        log = await Log.connect(broker, config.run, "rewards-parquet", user="reader")
         await consume(log, given.directory, newest + 1, given.follow, given.every)
         await log.close()
 

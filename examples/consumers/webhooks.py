@@ -87,7 +87,7 @@ async def main() -> None:
     config = read_record(given.config)
     timeout = aiohttp.ClientTimeout(total=30)
     async with broker_of(config) as broker, aiohttp.ClientSession(timeout=timeout) as session:
-        log = await Log.connect(broker, config.run, "webhooks")
+        log = await Log.connect(broker, config.run, "webhooks", user="reader")
         try:
             hook = Hook(session, given.url, config.run, given.patience)
             await consume(log, hook, given.name, set(given.type or FACTS), given.follow)

@@ -63,7 +63,7 @@ def described(value: Any) -> str:
 
 
 async def next_step(config: RunConfig) -> int:
-    log = await Log.connect(config.broker, config.run, "drain")
+    log = await Log.connect(config.broker, config.run, "drain", user="reader")
     try:
         newest = await log.latest("step.trained")
     finally:

@@ -16,14 +16,13 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from nats.errors import Error as NatsError
-from nats.js.api import KeyValueConfig, StorageType
-from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NoKeysError
+from nats.js.errors import KeyNotFoundError
 from nats.js.kv import KeyValue
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.hosts.waits import Window
 from pipeline.log.log import Log
-from pipeline.log.snapshot import bucket_name
+from pipeline.log.snapshot import bucket_name, open_bucket
 from schemas.names import Name
 
 _LOG = logging.getLogger("packtrain.host")
@@ -31,6 +30,7 @@ EVERY_S = 2.0
 SILENT_S = 10.0
 """A host whose newest report is older is silent: dead, blocked, or out of the broker's reach."""
 _PREFIX = "host."
+"""Of a report's key, `host.<service>.<host>`: the broker lets each service write its own."""
 _AT_ONCE = 64
 _PUT_S = 1.0
 
@@ -88,9 +88,11 @@ class Reporter:
         try:
             async with asyncio.timeout(within_s):
                 if self._bucket is None:
-                    self._bucket = await _open(self._log, create=True)
+                    self._bucket = await open_bucket(self._log, create=True)
                 assert self._bucket is not None
-                await self._bucket.put(f"{_PREFIX}{report.host}", report.model_dump_json().encode())
+                await self._bucket.put(
+                    f"{_PREFIX}{report.service}.{report.host}", report.model_dump_json().encode()
+                )
         except (NatsError, OSError, TimeoutError) as error:
             _LOG.debug("report of %s not kept: %s", report.host, error)
             self._bucket = None
@@ -100,13 +102,13 @@ class Reporter:
 
 async def reports(log: Log) -> tuple[list[HostReport], int]:
     """The newest report of every host of the run, by name, and how many cannot be read."""
-    bucket = await _open(log, create=False)
+    bucket = await open_bucket(log, create=False)
     if bucket is None:
         return [], 0
-    try:
-        keys = [key for key in await bucket.keys() if key.startswith(_PREFIX)]
-    except NoKeysError:
-        return [], 0
+    # Not the bucket's own list of keys, which makes a consumer.
+    prefix = f"$KV.{bucket_name(log.run)}."
+    info = await log.js.stream_info(f"KV_{bucket_name(log.run)}", subjects_filter=f"{prefix}{_PREFIX}>")
+    keys = [subject.removeprefix(prefix) for subject in info.state.subjects or {}]
     slots = asyncio.Semaphore(_AT_ONCE)
 
     async def one(key: str) -> HostReport | None:
@@ -120,14 +122,3 @@ async def reports(log: Log) -> tuple[list[HostReport], int]:
     return sorted(found, key=lambda report: (report.service, report.pool, report.host)), len(keys) - len(
         found
     )
-
-
-async def _open(log: Log, create: bool) -> KeyValue | None:
-    name = bucket_name(log.run)
-    try:
-        return await log.js.key_value(name)
-    except BucketNotFoundError:
-        if not create:
-            return None
-        config = KeyValueConfig(bucket=name, history=1, storage=StorageType.FILE, replicas=log.replicas)
-        return await log.js.create_key_value(config)

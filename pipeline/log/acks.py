@@ -1,7 +1,7 @@
 """Publishing to JetStream with one inbox for all acknowledgements.
 
 Promises:
-- every publish ends: with the broker's acknowledgement, its refusal, or a TimeoutError; none hangs, whatever becomes of
+- every publish ends: with the broker's acknowledgement, its refusal, a TimeoutError, or Denied; none hangs, whatever becomes of
   the connection;
 - an answer that comes too late, or that nobody asked for, is dropped.
 
@@ -25,6 +25,8 @@ from nats.aio.msg import Msg
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.api import Header
 from nats.js.errors import APIError, NoStreamResponseError
+
+from pipeline.log.connection import asking
 
 _NO_RESPONDERS = "503"
 _STATUS = Header.STATUS.value
@@ -58,7 +60,7 @@ class Acks:
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str]) -> Ack:
         """Raises APIError when the broker refuses it, NoStreamResponseError when no stream takes the subject, TimeoutError
-        when nobody knows."""
+        when nobody knows, Denied when the broker's user may not."""
         if not self._prefix:
             await self._open()
         number = str(next(self._numbers))
@@ -69,8 +71,9 @@ class Acks:
         if self._clock is None:
             self._clock = loop.call_later(self._timeout_s, self._expire)
         try:
-            await self._client.publish(subject, body, reply=self._prefix + number, headers=headers)
-            message = await answer
+            with asking(self._client, subject, answer):
+                await self._client.publish(subject, body, reply=self._prefix + number, headers=headers)
+                message = await answer
         finally:
             del self._waiting[number]
             # What could not be sent has nobody who hears that it expired.

@@ -25,7 +25,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg
 from nats.js.errors import APIError, NotFoundError
 
-from pipeline.log.fold import Found
+from pipeline.log.fold import Found, fold_name
 from pipeline.log.patience import LogError, Patience
 from pipeline.log.publish import PUBLISH_TIMEOUT_S, WRONG_LAST_SEQUENCE
 from pipeline.log.pull import Pull
@@ -34,8 +34,6 @@ from schemas.facts import MAX_BODY
 from schemas.names import BadName, checked_name, dead_letter_subject
 
 _LOG = logging.getLogger("packtrain.log")
-MALFORMED = "malformed"
-"""Reader of what is no event: every reader."""
 HEADER_ROOM = 4096
 MAX_MESSAGE = MAX_BODY + HEADER_ROOM
 """Bytes of headers and body that the stream takes."""
@@ -156,6 +154,7 @@ class DeadLetters:
         info = await self._js.add_consumer(
             self._stream,
             ConsumerConfig(
+                name=fold_name(),
                 filter_subject=f"{dead_letter_subject(self._run)}.>",
                 deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
                 ack_policy=AckPolicy.NONE,

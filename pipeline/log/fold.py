@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,7 +26,8 @@ from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from pipeline.log.patience import Patience
+from pipeline.log.connection import Denied
+from pipeline.log.patience import LogError, Patience
 from pipeline.log.pull import Pull
 
 _LOG = logging.getLogger("packtrain.log")
@@ -77,6 +79,8 @@ async def read_events(
                     given += 1
                     following = place.stream + 1
                     yield Found(message.subject, message.headers, message.data, place.stream)
+        except Denied as error:
+            raise LogError(f"read of {subject}: {error}") from error
         except (NatsError, OSError, TimeoutError) as error:
             if client.is_closed:
                 return
@@ -94,11 +98,18 @@ def start_of(start: int | datetime) -> tuple[DeliverPolicy, int | None, datetime
     return DeliverPolicy.BY_START_SEQUENCE, max(start, 1), None
 
 
+def fold_name() -> str:
+    """A name of one reader's consumer. One that has a name is asked for by a subject that ends in its filter: so the broker can
+    permit it by what it reads."""
+    return f"fold-{uuid.uuid4().hex}"
+
+
 async def _consumer(js: JetStreamContext, stream: str, subject: str, first: int | datetime) -> str:
     policy, seq, time = start_of(first)
     info = await js.add_consumer(
         stream,
         ConsumerConfig(
+            name=fold_name(),
             filter_subject=subject,
             deliver_policy=policy,
             opt_start_seq=seq,

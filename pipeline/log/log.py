@@ -26,17 +26,17 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfi
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from pipeline.hosts.waits import Waits
-from pipeline.log.connection import BrokerUnavailable, connect
-from pipeline.log.dead_letters import MALFORMED, MAX_MESSAGE, DeadLetters
+from pipeline.log.connection import BrokerUnavailable, Denied, connect
+from pipeline.log.dead_letters import MAX_MESSAGE, DeadLetters
 from pipeline.log.fold import Found, read_events
-from pipeline.log.patience import NO_JETSTREAM, Patience
+from pipeline.log.patience import NO_JETSTREAM, LogError, Patience
 from pipeline.log.publish import PUBLISH_TIMEOUT_S, Published, Publisher, decode_raw, unreadable
 from pipeline.log.subscription import Durable, durable_name
 from pipeline.log.work import MAX_DELIVER, MAX_PENDING, Work, open_work
 from schemas.config import Broker
 from schemas.envelope import Event, Invalid, Unknown, decode
 from schemas.facts import FACTS, Fact
-from schemas.names import Subject, dead_letter_subject, stream_name, subject_filter
+from schemas.names import MALFORMED, Subject, dead_letter_subject, stream_name, subject_filter
 
 _IN_USE = 10058
 """JetStream's code for a stream that exists with another configuration."""
@@ -66,15 +66,25 @@ class Log:
         self._publisher = Publisher(client, self._js, self.patiently, self.stream, run, producer)
 
     @classmethod
-    async def connect(cls, broker: Broker, run: str, producer: str, timeout_s: float = 10.0) -> Log:
-        """Connects; raises BrokerUnavailable (see `pipeline.log.connection`)."""
-        client = await connect(broker, f"{producer}@{run}", timeout_s)
+    async def connect(
+        cls, broker: Broker, run: str, producer: str, timeout_s: float = 10.0, user: str = ""
+    ) -> Log:
+        """Connects; `user`: the kind of service, of whose rights the broker's user is (`pipeline.log.permissions`).
+
+        Raises BrokerUnavailable (see `pipeline.log.connection`).
+        """
+        client = await connect(broker, f"{producer}@{run}", timeout_s, user)
         return cls(client, run, producer, broker)
 
     @property
     def js(self) -> JetStreamContext:
         """For what else belongs to the run in JetStream: snapshots, archives."""
         return self._js
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection to the broker at the moment."""
+        return self._client.is_connected
 
     @property
     def replicas(self) -> int:
@@ -113,11 +123,14 @@ class Log:
             await self._js.update_stream(config.evolve(first_seq=None))
 
     async def exists(self) -> bool:
-        """Whether the run has a stream. Does not wait: raises BrokerUnavailable when the broker does not say."""
+        """Whether the run has a stream. Does not wait: raises BrokerUnavailable when the broker does not say, LogError when
+        its user may not know."""
         try:
             await self._js.stream_info(self.stream)
         except NotFoundError:
             return False
+        except Denied as error:
+            raise LogError(f"look at {self.stream}: {error}") from error
         except ServiceUnavailableError as error:
             reason = NO_JETSTREAM if error.code is None else str(error)
             raise BrokerUnavailable(f"broker {self._broker.url}: {reason}") from error

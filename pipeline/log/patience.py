@@ -4,7 +4,8 @@ Promises:
 - what can pass is waited for, however long, with growing pauses: nothing is lost, nothing spins;
 - an outage is told once when it is clear (not once for every waiting call), again while it lasts, and when it is over;
   a full disk is told as such, with the remedy;
-- what cannot pass (a stream that was removed, a request that the broker refuses for good) raises `LogError` at once.
+- what cannot pass (a stream that was removed, a request that the broker refuses for good, or denies to its user) raises
+  `LogError` at once.
 """
 
 # nats-py's signatures hold untyped dictionaries and keyword arguments; values are typed where they enter our code.
@@ -23,6 +24,8 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NotFoundError
+
+from pipeline.log.connection import Denied
 
 _LOG = logging.getLogger("packtrain.log")
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -74,6 +77,8 @@ class Patience:
         for tries in itertools.count(1):
             try:
                 result = await attempt()
+            except Denied as error:
+                raise LogError(f"{what}: {error}") from error
             except (NatsError, OSError, TimeoutError) as error:
                 if self._client.is_closed:
                     raise

@@ -27,6 +27,8 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js.api import Header
 
+from pipeline.log.connection import check_denied
+
 _LOOK_S = 0.25
 """How often the connection is looked at while nothing comes."""
 _GRACE_S = 1.0
@@ -68,7 +70,7 @@ class Pull:
         self._subscription: Subscription | None = None
         self._connection = client.stats["reconnects"]
         self._owed = 0
-        self._until = 0.0
+        self._asked = self._until = 0.0
         self._ended = False
 
     async def open(self) -> None:
@@ -112,6 +114,7 @@ class Pull:
                     return found
                 await self._ask(want, left, priority)
             elif time.monotonic() > self._until + _GRACE_S:
+                check_denied(self._client, self._request, self._asked)
                 raise Lost(f"{self._consumer}: {self._owed} messages were asked for and never came")
             self._check()
             await self._wait()
@@ -137,7 +140,8 @@ class Pull:
             request |= {"group": GROUP, "priority": priority}
         await self._client.publish(self._request, orjson.dumps(request), reply=self._subscription.subject)
         self._owed += count
-        self._until = time.monotonic() + timeout_s
+        self._asked = time.monotonic()
+        self._until = self._asked + timeout_s
 
     def _check(self) -> None:
         """Requests, and messages on their way, do not outlive their connection."""

@@ -60,6 +60,18 @@ def bucket_name(run: str) -> str:
     return f"RL_{run}"
 
 
+async def open_bucket(log: Log, create: bool) -> KeyValue | None:
+    """The run's KV bucket; None: there is none. `create`: makes it, which only a user that makes the run's stream may."""
+    name = bucket_name(log.run)
+    try:
+        return await log.js.key_value(name)
+    except BucketNotFoundError:
+        if not create:
+            return None
+        config = KeyValueConfig(bucket=name, history=1, storage=StorageType.FILE, replicas=log.replicas)
+        return await log.js.create_key_value(config)
+
+
 class Snapshots:
     """The snapshots of one fold, by its name; see the module's promises. `version`: the state version of its code."""
 
@@ -152,17 +164,7 @@ class Snapshots:
 
     async def _open(self, create: bool) -> KeyValue | None:
         if self._bucket is None:
-            name = bucket_name(self._log.run)
-            try:
-                self._bucket = await self._log.js.key_value(name)
-            except BucketNotFoundError:
-                if not create:
-                    return None
-                self._bucket = await self._log.js.create_key_value(
-                    KeyValueConfig(
-                        bucket=name, history=1, storage=StorageType.FILE, replicas=self._log.replicas
-                    )
-                )
+            self._bucket = await open_bucket(self._log, create)
         return self._bucket
 
     def _chunk(self, id_: str, number: int) -> str:

@@ -22,12 +22,12 @@ from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from pipeline.log.dead_letters import MALFORMED, DeadLetters
+from pipeline.log.dead_letters import DeadLetters
 from pipeline.log.fold import Found
 from pipeline.log.patience import Patience
 from pipeline.log.pull import GROUP, Lost, Pull, has_priorities
 from schemas.envelope import Event, Invalid, Unknown, decode
-from schemas.names import BadName, checked_name, dead_letter_subject
+from schemas.names import MALFORMED, BadName, checked_name, dead_letter_subject
 
 _LOG = logging.getLogger("packtrain.work")
 _FETCH_S = 0.5

@@ -16,13 +16,11 @@ from collections.abc import Callable
 
 import orjson
 from nats.errors import Error as NatsError
-from nats.js.api import KeyValueConfig, StorageType
-from nats.js.errors import BucketNotFoundError
 
 from pipeline.batch.inheritance import Entrance, Leftovers, NotInheritable, entrance
 from pipeline.checksum import crc32c
 from pipeline.log import Log
-from pipeline.log.snapshot import bucket_name
+from pipeline.log.snapshot import open_bucket
 from pipeline.store import ObjectExists, ObjectStore
 from schemas.config import Decisions, RunConfig
 from schemas.envelope import Event
@@ -53,7 +51,7 @@ async def begin(
         inherited = await _inherit(groups_from, config, store, say)
     try:
         await log.create()
-        await _make_bucket(log)
+        await open_bucket(log, create=True)
     except NatsError as error:
         raise LaunchError(
             f"broker {config.broker.url} cannot hold the stream of run {config.run} with replicas = "
@@ -86,17 +84,6 @@ def check_decisions(config: RunConfig, started: RunStarted) -> None:
         raise LaunchError(
             f"run {config.run} was begun with other settings ({', '.join(differing)}); give the configuration that it was begun with, "
             "or name another run in this one"
-        )
-
-
-async def _make_bucket(log: Log) -> None:
-    """The run's KV bucket, of snapshots and of what hosts report, unless it is there."""
-    name = bucket_name(log.run)
-    try:
-        await log.js.key_value(name)
-    except BucketNotFoundError:
-        await log.js.create_key_value(
-            KeyValueConfig(bucket=name, history=1, storage=StorageType.FILE, replicas=log.replicas)
         )
 
 

@@ -114,7 +114,7 @@ def leaf(
         at.mkdir(mode=0o700, exist_ok=True)
         if not (at / "leaf-seed.conf").exists():
             seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
-            public = nkeys.from_seed(bytearray(seed)).public_key.decode()
+            public = bytes(nkeys.from_seed(bytearray(seed)).public_key).decode()
             # The public half first: a seed that is there has both.
             write(at / "leaf-key.conf", f"nkey: {public}\n".encode(), 0o444)
             write(at / "leaf-seed.conf", f"nkey: {seed.decode()}\n".encode(), 0o444)
@@ -133,7 +133,7 @@ def _keys(directory: Path) -> dict[str, str]:
     for kind in KINDS:
         path = directory / "broker" / f"{kind}.nk"
         try:
-            keys[kind] = nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key.decode()
+            keys[kind] = bytes(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key).decode()
         except OSError as error:
             raise BadInput(
                 f"{path} cannot be read ({error.strerror}); `packtrain secrets` makes the keys"

@@ -132,7 +132,7 @@ async def test_another_that_begins_and_claims_meanwhile_is_no_stranger(
     assert await whole(config) == ["run.started"]
 
 
-@pytest.mark.parametrize("at", ["create", "_make_bucket", "publish", "claim"])
+@pytest.mark.parametrize("at", ["create", "open_bucket", "publish", "claim"])
 @pytest.mark.parametrize("after", [False, True])
 async def test_killed_on_the_way_it_is_completed(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, at: str, after: bool

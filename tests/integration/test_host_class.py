@@ -16,6 +16,7 @@ from nats.errors import NoRespondersError
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.config import load
+from pipeline.hosts.health import Health
 from pipeline.hosts.host import Host, Place
 from pipeline.hosts.metrics import BadBind, Measures, serving
 from pipeline.hosts.report import SILENT_S, HostReport, Reporter, reports
@@ -391,11 +392,11 @@ async def test_a_broker_that_goes_away_is_one_line(log: Log, monkeypatch: pytest
 async def test_metrics_are_served_where_the_configuration_says(broker: Broker, log: Log) -> None:
     measures = Measures()
     with pytest.raises(BadBind, match=r"metrics\.bind '203\.0\.113\.1:1'"):
-        async with serving("203.0.113.1:1", "harness-swe-0", measures):
+        async with serving("203.0.113.1:1", "harness-swe-0", measures, Health()):
             pass
     measures.trial("swe", {"start": 0.3, "agent": 20.0}, 300 << 20)
     async with (
-        serving("127.0.0.1:0", "harness-swe-0", measures),
+        serving("127.0.0.1:0", "harness-swe-0", measures, Health()),
         serving_host(broker, log.run, "harness-swe-0", 3, measures=measures) as running,
         aiohttp.ClientSession() as session,
     ):
