@@ -7,13 +7,21 @@ HARBOR := .venv-harbor
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STEPS ?= 5
+DEPLOY := .venv-deploy
+VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+SCAFFOLDS ?=
+COMPOSE ?= $(if $(shell docker compose version 2>/dev/null),docker compose,docker-compose)
+BUILD = docker build --file infra/images/Dockerfile --build-arg VERSION=$(VERSION) \
+	--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null) $(if $(BASE),--build-arg BASE=$(BASE)) \
+	$(foreach name,PIP_INDEX_URL PIP_EXTRA_INDEX_URL NPM_CONFIG_REGISTRY,$(if $($(name)),--build-arg $(name)))
 JOBS ?= auto
 
 # A file's tests share servers, so they stay together; each worker has servers of its own.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo learn smollm2 scaffolds scaffolds-table scaffolds-docker vllm test coverage lint format clean
+.PHONY: help venv demo learn smollm2 scaffolds scaffolds-table scaffolds-docker vllm secrets minio-root images up down sbom \
+	compose-test test test-containers coverage lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 17
@@ -69,8 +77,45 @@ $(VLLM)/.installed: $(STAMP) tests/vllm/install.py tests/vllm/models.py tests/vl
 	$(BIN)/python tests/vllm/install.py $(VLLM)
 	@touch $@
 
+# Of an installation that is there, or of a small one of its own.
+secrets: $(if $(wildcard $(STAMP)),,$(DEPLOY)/.installed)  ## keys and certificates of a deployment into .secrets, and .env; again makes what is missing
+	$(if $(wildcard $(STAMP)),$(BIN),$(DEPLOY)/bin)/packtrain secrets
+
+# What docker-compose.minio.yml gives MinIO: the keys of the store's administrator, in its own format.
+minio-root:
+	@$(PYTHON) -c 'import json, os, sys; os.umask(0o222); keys = json.load(open(sys.argv[1] + "/admin.json")); print("MINIO_ROOT_USER=" + keys["access_key"] + "\nMINIO_ROOT_PASSWORD=" + keys["secret_key"], file=open(sys.argv[1] + "/minio.env", "x"))' .secrets/store
+
+$(DEPLOY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[deploy]'
+	@touch $@
+
+# Settings of pip and npm that are in the environment hold in the build, too.
+images:  ## build the images; SCAFFOLDS="pi codex" also those of scaffolds, BASE=... of another base
+	@for target in control harness torch; do $(BUILD) --target $$target --tag packtrain/$$target:$(VERSION) . || exit 1; done
+	@for name in $(SCAFFOLDS); do \
+		$(BUILD) --target scaffold --build-arg SCAFFOLD=$$name --tag packtrain/harness-$$name:$(VERSION) . || exit 1; \
+	done
+
+# Compose 2 where Docker's client has it, or the older program.
+up:  ## docker compose up, in the background: see `$(COMPOSE) ps` and `$(COMPOSE) logs --follow trainer`
+	$(COMPOSE) up --detach
+
+down:  ## end it; `$(COMPOSE) down --volumes` also removes what it stored
+	$(COMPOSE) down
+
+# CycloneDX, of the packages that an image says it has.
+sbom:  ## a bill of materials of every image that is here, into dist/sbom
+	@$(PYTHON) infra/images/sbom.py dist/sbom
+
+compose-test: $(STAMP)  ## docker-compose.yml for real: trained, scaled, restarted, taken down (needs an engine and the images; 10 minutes)
+	PACKTRAIN_COMPOSE=1 $(BIN)/python -m pytest tests/compose
+
 test: $(STAMP)  ## run the tests; JOBS=1 for one at a time
 	$(PYTEST)
+
+test-containers: $(STAMP)  ## the integration and contract tests against containers of the images that docker-compose.yml names
+	PACKTRAIN_TEST_BACKEND=containers $(PYTEST) tests/integration tests/contract
 
 coverage: $(STAMP)  ## run the tests with a table of coverage, which takes half as long again
 	$(PYTEST) --cov --cov-report=term
@@ -86,5 +131,5 @@ format: $(STAMP)  ## let ruff format and fix
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove .venv, vLLM, scaffolds, caches and build output; runs under .packtrain stay
-	rm -rf $(VENV) $(VLLM) $(HARBOR) .scaffolds build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(HARBOR) $(DEPLOY) .scaffolds build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
