@@ -10,6 +10,7 @@ STEPS ?= 5
 DEPLOY := .venv-deploy
 VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 SCAFFOLDS ?=
+CONFIG ?= infra/compose/run.toml
 COMPOSE ?= $(if $(shell docker compose version 2>/dev/null),docker compose,docker-compose)
 BUILD = docker build --file infra/images/Dockerfile --build-arg VERSION=$(VERSION) \
 	--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null) $(if $(BASE),--build-arg BASE=$(BASE)) \
@@ -79,7 +80,7 @@ $(VLLM)/.installed: $(STAMP) tests/vllm/install.py tests/vllm/models.py tests/vl
 
 # Of an installation that is there, or of a small one of its own.
 secrets: $(if $(wildcard $(STAMP)),,$(DEPLOY)/.installed)  ## keys and certificates of a deployment into .secrets, and .env; again makes what is missing
-	$(if $(wildcard $(STAMP)),$(BIN),$(DEPLOY)/bin)/packtrain secrets
+	$(if $(wildcard $(STAMP)),$(BIN),$(DEPLOY)/bin)/packtrain secrets --config $(CONFIG)
 
 # What docker-compose.minio.yml gives MinIO: the keys of the store's administrator, in its own format.
 minio-root:

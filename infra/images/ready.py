@@ -3,7 +3,7 @@
 
     packtrain-ready [PORT]      of metrics.bind; 9464 without it
 
-A socket and no HTTP library: it is started every few seconds in every container, and takes 15 ms so.
+A socket and no HTTP library: it is started every few seconds in every container, and takes 20 ms so.
 """
 
 import socket

@@ -19,8 +19,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +48,8 @@ ROTATED = (*KINDS, *TOKENS, "server", "authority")
 """What `--rotate` takes: a user (its keys of broker and store), a token, the servers' key, or the authority with it."""
 _PRIVATE, _GIVEN = 0o600, 0o444
 _HOST = re.compile(r"(?=.{1,253}$)(\*\.)?[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"[A-Za-z0-9._/-]{0,512}")
 _PLAIN = re.compile(r"[\w./+,:@=-]+", re.ASCII)
 Say = Callable[[str], None]
 
@@ -60,16 +62,19 @@ class Settings:
     hosts: tuple[str, ...] = ()
     bucket: str = "packtrain"
     prefix: str = ""
+    work: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """Names of the broker's consumers that a user may have, by user; without: any for harness and teacher, none for the reader."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line says; None and empty: as it was before."""
+    """What the command line says; None and empty: as it was before. `work`: as of `Settings`, of the users in it."""
 
     runs: Sequence[str] = ()
     hosts: Sequence[str] = ()
     bucket: str | None = None
     prefix: str | None = None
+    work: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     rotate: Sequence[str] = ()
 
 
@@ -120,7 +125,7 @@ class _Maker:
         for kind in USERS:
             path = self._at / "broker" / f"{kind}.nk"
             public[kind] = _public(path, self.secret(path, kind, _seed))
-        self._users("broker/users.conf", users_conf(public, settings.runs))
+        self._users("broker/users.conf", users_conf(public, settings.runs, settings.work))
         store: dict[str, tuple[str, str]] = {}
         for kind in KINDS:
             path = self._at / "store" / f"{kind}.json"
@@ -169,6 +174,10 @@ class _Maker:
         self._say(f"{self._at}: {len(USERS)} users of broker and store, of {runs}, bucket {place}")
         if self._rotate:
             self._say("what uses the new keys is to be started again")
+        if not settings.work.get("harness"):
+            self._say(
+                "harness and teacher may have any work consumer: --config FILE narrows them to those of its pools and teachers"
+            )
         if self._changed:
             self._say(
                 f"{' and '.join(self._changed)} changed: the broker reads its users on SIGHUP, the store at its start"
@@ -189,6 +198,12 @@ def _check(given: Given) -> None:
         if not _HOST.fullmatch(host):
             raise BadInput(f"--host {host[:80]!r} is neither a host's name nor an address")
 
+    if given.bucket is not None and not _BUCKET.fullmatch(given.bucket):
+        raise BadInput(f"--bucket {given.bucket[:80]!r} is no name of a bucket: 3 to 63 of a-z 0-9 . -")
+    if given.prefix is not None and not _PREFIX.fullmatch(given.prefix):
+        # A wildcard would be one in every user's policy.
+        raise BadInput(f"--prefix {given.prefix[:80]!r} is no plain prefix: A-Z a-z 0-9 . _ - and /")
+
 
 def _settings(directory: Path, given: Given) -> Settings:
     path = directory / "settings.json"
@@ -196,7 +211,13 @@ def _settings(directory: Path, given: Given) -> Settings:
     if path.exists():
         try:
             kept = orjson.loads(_read(path))
-            was = Settings(tuple(kept["runs"]), tuple(kept["hosts"]), kept["bucket"], kept["prefix"])
+            was = Settings(
+                tuple(kept["runs"]),
+                tuple(kept["hosts"]),
+                kept["bucket"],
+                kept["prefix"],
+                dict(kept.get("work", {})),
+            )
         except (ValueError, TypeError, KeyError) as error:
             raise BadInput(f"{path} cannot be read: {error}; remove it, and give --run and --host") from error
     return Settings(
@@ -204,6 +225,7 @@ def _settings(directory: Path, given: Given) -> Settings:
         hosts=tuple(host for host in dict.fromkeys(given.hosts) if host not in HOSTS) or was.hosts,
         bucket=given.bucket or was.bucket,
         prefix=was.prefix if given.prefix is None else given.prefix.strip("/"),
+        work={**was.work, **{kind: sorted(set(names)) for kind, names in given.work.items()}},
     )
 
 

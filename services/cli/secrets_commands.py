@@ -38,6 +38,17 @@ def secrets(
         str | None, typer.Option(help="The store's bucket; packtrain unless it is given once.")
     ] = None,
     prefix: Annotated[str | None, typer.Option(help="The store's prefix in its bucket.")] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A run whose pools and teachers harness and teacher may work for, and no others; repeatable.",
+        ),
+    ] = None,
+    durable: Annotated[
+        _Several,
+        typer.Option(metavar="NAME", help="A durable subscription that the reader may have; repeatable."),
+    ] = None,
     rotate: Annotated[
         _Several,
         typer.Option(
@@ -51,7 +62,16 @@ def secrets(
     What is not given is as it was the last time.
     """
     with one_line():
+        from pipeline.config import load
+        from pipeline.log.permissions import work_of
+        from pipeline.log.subscription import durable_name
         from services.cli import deploy_secrets
 
-        given = deploy_secrets.Given(run or (), host or (), bucket, prefix, rotate or ())
+        work: dict[str, list[str]] = {}
+        for file in config or ():
+            for kind, names in work_of(load(file)).items():
+                work.setdefault(kind, []).extend(names)
+        if durable:
+            work["reader"] = [durable_name(name) for name in durable]
+        given = deploy_secrets.Given(run or (), host or (), bucket, prefix, work, rotate or ())
         deploy_secrets.make(directory, given, Path(".env"), typer.echo)

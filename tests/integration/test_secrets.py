@@ -164,11 +164,34 @@ def test_what_is_broken_is_named_and_stays(made: Made, file: str, text: str, tol
 
 
 @pytest.mark.parametrize(
-    "given", [{"rotate": ("nobody",)}, {"hosts": ("a b",)}, {"hosts": ("-\n",)}, {"runs": ("a.b",)}]
+    "given",
+    [
+        {"rotate": ("nobody",)},
+        {"hosts": ("a b",)},
+        {"hosts": ("-\n",)},
+        {"runs": ("a.b",)},
+        {"bucket": "*"},
+        {"prefix": "a/*"},
+    ],
 )
 def test_what_can_be_none_is_refused(made: Made, given: dict) -> None:
     with pytest.raises((BadInput, BadName)):
         made.make(**given)
+
+
+def test_harness_hosts_are_held_to_the_pools_of_a_configuration_from_then_on(made: Made) -> None:
+    def acks() -> list[str]:
+        users = (
+            (made.directory / "broker/users.conf").read_text().split("# harness\n")[1].split("# grader\n")[0]
+        )
+        return [line.strip() for line in users.splitlines() if "$JS.ACK" in line]
+
+    assert '"$JS.ACK.*.*.>"' in acks()
+    assert any("--config" in line for line in made.said)
+    made.make(work={"harness": ["harness-chat"], "teacher": []})
+    assert acks() == ['"$JS.ACK.*.harness-chat.>"']
+    made.make(rotate=("server",))
+    assert acks() == ['"$JS.ACK.*.harness-chat.>"']
 
 
 def test_a_certificate_is_kept_until_it_expires_soon() -> None:
