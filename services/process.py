@@ -115,7 +115,13 @@ class JsonLines(logging.Formatter):
                 line[key] = record.__dict__[key]
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
+        try:
+            return orjson.dumps(line, default=str).decode()
+        except TypeError:
+            # A lone surrogate, as of a file's name or an agent's JSON: it is no text, and the line is to be read all the same.
+            return orjson.dumps(
+                {key: str(value).encode(errors="backslashreplace").decode() for key, value in line.items()}
+            ).decode()
 
 
 def log_to_stderr(service: str, run: str) -> logging.Logger:

@@ -10,7 +10,8 @@ What the broker cannot limit, as its permissions know whole tokens of a subject 
 - a message of the run is looked up by its sequence or subject in a request's body: who may look up, may look up all of them. What
   is limited of reading is making consumers, and reading other runs;
 - a fold's consumer has a random name, so a service may pull from any consumer of its run, and make or change one of any name
-  into one that reads its own filters. It can so hold up another's work; it can neither acknowledge it nor forge a fact;
+  into one that reads its own filters. It can so hold up another's work; it can neither acknowledge it nor forge a fact
+  (harness and teacher can acknowledge where they are not held to a configuration's consumers, `work_of`);
 - where JetStream sends an answer to, or what a consumer was made to push, is not checked. Within the run such a message is no event,
   and becomes a dead letter (a snapshot that it falls on is thrown away, and the log refolded). Facts that a service reads it could
   so copy into another run of the account: runs that do not trust each other need an account each.

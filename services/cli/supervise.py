@@ -220,8 +220,13 @@ class Supervisor:
                     raise GaveUp(_obituary(unit, ended, deaths))
                 self.restarted(unit.name, f"{ended.member.name} ended with {_how(ended)}")
                 await asyncio.sleep(delay)
-        except (GaveUp, OSError) as error:
-            self.give_up(error if isinstance(error, GaveUp) else GaveUp(f"{unit.name}: {error}"))
+        except Exception as error:
+            # Whatever it is: the owner is to hear that nobody keeps the unit any more.
+            self.give_up(
+                error
+                if isinstance(error, GaveUp)
+                else GaveUp(f"{unit.name}: {error or type(error).__name__}")
+            )
 
     async def _first_death(self, children: Sequence[_Child], ends: bool) -> _Child | None:
         """The first child to end badly, or to end at all when the run is not over soon after: `ending` would say so. None when

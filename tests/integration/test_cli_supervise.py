@@ -109,6 +109,18 @@ async def test_a_program_that_cannot_be_started_is_given_up_at_once(
         await asyncio.wait_for(asyncio.shield(supervisor.gave_up), DEADLINE_S)
 
 
+async def test_a_unit_that_is_kept_no_more_is_given_up_whatever_the_reason(
+    tmp_path: Path, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(member: Member) -> None:
+        raise subprocess.SubprocessError("Exception occurred in preexec_fn.")
+
+    monkeypatch.setattr(supervise, "_Child", fails)
+    supervisor.keep(Unit("worker", (Member("worker", (sys.executable, "-c", ""), tmp_path / "log"),)))
+    with pytest.raises(GaveUp, match="worker: Exception occurred in preexec_fn"):
+        await asyncio.wait_for(asyncio.shield(supervisor.gave_up), DEADLINE_S)
+
+
 async def test_stop_asks_first_and_then_kills_also_what_a_child_started(
     tmp_path: Path, supervisor: Supervisor
 ) -> None:

@@ -175,6 +175,12 @@ async def test_a_cancelled_task_of_a_tenant_is_cancelled() -> None:
     assert tenant.current() is None
 
 
+def test_a_log_line_is_json_also_of_what_is_no_text() -> None:
+    record = logging.LogRecord("packtrain.x", logging.ERROR, "x.py", 1, "bad \udc80 name", (), None)
+    line = orjson.loads(JsonLines("host", "run").format(record))
+    assert (line["message"], line["level"], line["run"]) == ("bad \\udc80 name", "error", "run")
+
+
 async def test_a_log_line_names_the_tenant_also_on_its_threads(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("packtrain.test")
     lines: list[dict[str, object]] = []
