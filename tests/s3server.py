@@ -108,6 +108,8 @@ class S3Server:
             "-s3.port.lance=0",
             # As other S3 servers are: a PUT into a bucket that there is not fails.
             "-s3.autoCreateBucket=false",
+            # Each bucket takes a volume, and how many there may be follows from the free disk where it is not said.
+            "-volume.max=1000",
             f"-s3.config={self._config}",
             *[f"-{flag}={port}" for flag, port in self._ports.items()],
         ]
