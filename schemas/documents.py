@@ -104,6 +104,7 @@ of a channel has the stream and the subject filter of all its events. Streams `K
 (`filter_subjects` for several; `"deliver_policy": "by_start_sequence", "opt_start_seq": N` or `"by_start_time"` to begin later)
 and pull. The consumer sequence in each message's reply subject counts up by one: at a gap, or when the server has
 forgotten the consumer, make a new one from the last stream sequence + 1. NATS clients call this an ordered consumer.
+Where the server has users, come as `reader`, with the inbox prefix `_INBOX.reader`, and give the consumer a `name`.
 
 **Reading with a place that is kept**: `{{"durable_name": "mine", "deliver_policy": "all", "ack_policy": "explicit", "ack_wait": 30000000000, "filter_subject": ...}}`.
 Acknowledge when the work on a message is done. Delivery is at least once: the same `ce-id` may come again. Two

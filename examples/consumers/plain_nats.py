@@ -7,6 +7,8 @@ Reads the run from its first event, whenever it is started, and ends when the ru
 import argparse
 import asyncio
 import json
+import secrets
+import ssl
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error
 from nats.js import JetStreamContext, api
 
-VERSIONS = {"sequence.finished": {"1"}, "run.stopped": {"1"}}  # event types, and the bodies understood here
+VERSIONS = {"sequence.finished": {"1", "2", "3"}, "run.stopped": {"1"}}  # bodies understood here
 
 
 class Rewards:
@@ -57,6 +59,7 @@ async def messages(js: JetStreamContext, run: str):
                 filter_subjects=[f"rl.{run}.{type_}.>" for type_ in VERSIONS],
                 deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=following,
                 ack_policy=api.AckPolicy.NONE, inactive_threshold=60, mem_storage=True, num_replicas=1,
+                name=f"plain-{secrets.token_hex(8)}",
             )  # fmt: skip
             consumer, given = (await js.add_consumer(stream, config)).name, 0
             pull = await js.pull_subscribe_bind(consumer=consumer, stream=stream)
@@ -81,10 +84,17 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--nats", required=True, metavar="URL", help="the server, nats://host:port")
     parser.add_argument("--token-file", type=Path, help="file with the server's token")
+    parser.add_argument("--nkey-seed", help="file with the seed of the server's user reader, for a token")
+    parser.add_argument("--ca", help="PEM file of who signed the server's certificate, for tls://")
     parser.add_argument("--run", required=True, help="run id")
     given = parser.parse_args()
     token = given.token_file and given.token_file.read_text().strip()
-    client = await asyncio.wait_for(nats.connect(given.nats, token=token, max_reconnect_attempts=-1), 10)
+    tls = ssl.create_default_context(cafile=given.ca) if given.ca else None
+    seed, inbox = given.nkey_seed, "_INBOX.reader" if given.nkey_seed else "_INBOX"
+    opened = nats.connect(
+        given.nats, token=token, nkeys_seed=seed, inbox_prefix=inbox, tls=tls, max_reconnect_attempts=-1
+    )
+    client = await asyncio.wait_for(opened, 10)
     rewards = Rewards(given.run)
     async for message in messages(client.jetstream(), given.run):
         rewards.read(message)

@@ -180,7 +180,7 @@ class _Maker:
             )
         if self._changed:
             self._say(
-                f"{' and '.join(self._changed)} changed: the broker reads its users on SIGHUP, the store at its start"
+                f"{' and '.join(self._changed)} changed: broker and store read them on SIGHUP, or when they are started again"
             )
 
 

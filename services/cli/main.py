@@ -207,7 +207,7 @@ def service(
     name: Annotated[
         str,
         typer.Argument(
-            help="dispatcher, agent-loop, harness, grader, teacher, sampler, hook, packer, trainer, engine or collector."
+            help="dispatcher, agent-loop, harness, grader, teacher, sampler, hook, packer, trainer, engine, collector or dashboard."
         ),
     ],
     config: Annotated[Path, typer.Option(help="The run's config.toml.")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import runpy
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pipeline.config import dumps
 from pipeline.log import Log
 from schemas.config import RunConfig
 from schemas.envelope import EXPECTED_LAST
-from schemas.facts import RunStopped, SequenceFinished
+from schemas.facts import FACTS, RunStopped, SequenceFinished
 from tests.natsserver import NatsServer, free_port
 from tests.recorded import Recorded, demo_events, demo_messages
 from tests.unit.factories import config
@@ -334,6 +335,11 @@ def test_a_consumer_without_our_code_reads_a_run_that_ended(ended: NatsServer, t
     assert imported - set(sys.stdlib_module_names) == {"nats"}
 
 
+def test_a_consumer_without_our_code_understands_what_runs_write_today() -> None:
+    versions = runpy.run_path(str(CONSUMERS / "plain_nats.py"))["VERSIONS"]
+    assert [type_ for type_, known in versions.items() if str(FACTS[type_].version) not in known] == []
+
+
 async def test_a_consumer_without_our_code_keeps_the_rules(
     running: NatsServer, tmp_path: Path, processes: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -349,7 +355,7 @@ async def test_a_consumer_without_our_code_keeps_the_rules(
     await js.publish(message.subject, message.body, headers={**good, EXPECTED_LAST: str(bare.seq)})
     await js.publish(subject, b'{"reward": 1', headers=checked)
     await js.publish(f"{subject}0", json.dumps(other).encode(), headers=checked)
-    await js.publish(f"{subject}1", b"{}", headers={**checked, "ce-typeversion": "2"})
+    await js.publish(f"{subject}1", b"{}", headers={**checked, "ce-typeversion": "99"})
     await client.close()
     out = tmp_path / "out"
     with out.open("wb") as stdout:
