@@ -97,28 +97,18 @@ def leaf(
     ] = Path(".secrets"),
     run: Runs = None,
     domain: Annotated[str, typer.Option(help="JetStream's domain at the hub, as in its nats.conf.")] = "hub",
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Make the leaf's key anew; its hub takes it from leaf-key.conf.")
+    ] = False,
 ) -> None:
-    """Make what a leaf node needs (infra/nats/leaf.conf): <directory>/leaf/users.conf and leaf-seed.conf; and leaf-key.conf for its hub."""
+    """Make what a leaf node needs (infra/nats/leaf.conf): <directory>/leaf/users.conf and leaf-seed.conf; and leaf-key.conf for its hub.
+
+    Its users may what `packtrain secrets` was told last; --run names other runs.
+    """
     with one_line():
-        import secrets
+        from services.cli.leaf_secrets import make_leaf
 
-        import nkeys
-
-        from pipeline.log.permissions import EVERY_RUN, users_conf
-        from schemas.names import checked_name
-        from services.cli.deploy_secrets import write
-
-        checked_name(domain, "JetStream domain")
-        at = directory / "leaf"
-        conf = users_conf(_keys(directory), run or (EVERY_RUN,), domain=domain)
-        at.mkdir(mode=0o700, exist_ok=True)
-        if not (at / "leaf-seed.conf").exists():
-            seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
-            public = bytes(nkeys.from_seed(bytearray(seed)).public_key).decode()
-            # The public half first: a seed that is there has both.
-            write(at / "leaf-key.conf", f"nkey: {public}\n".encode(), 0o444)
-            write(at / "leaf-seed.conf", f"nkey: {seed.decode()}\n".encode(), 0o444)
-        write(at / "users.conf", conf.encode(), 0o444)
+        at = make_leaf(directory, run or (), domain, rotate)
         typer.echo(f"{at}: users.conf and leaf-seed.conf for the leaf node, leaf-key.conf for its hub")
 
 

@@ -46,10 +46,13 @@ TOKENS: dict[str, Callable[[], str]] = {
 }
 ROTATED = (*KINDS, *TOKENS, "server", "authority")
 """What `--rotate` takes: a user (its keys of broker and store), a token, the servers' key, or the authority with it."""
-_PRIVATE, _GIVEN = 0o600, 0o444
+_PRIVATE = 0o600
+GIVEN = 0o444
+"""The mode of what a container is given."""
 _HOST = re.compile(r"(?=.{1,253}$)(\*\.)?[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9._/-]{0,512}")
+_NAMED = re.compile(r"\s*(export\s+)?PACKTRAIN_SECRETS\s*=")
 _PLAIN = re.compile(r"[\w./+,:@=-]+", re.ASCII)
 Say = Callable[[str], None]
 
@@ -80,22 +83,23 @@ class Given:
 
 def make(directory: Path, given: Given, environment: Path, say: Say) -> None:
     """Makes what is missing, and names the directory in the file `environment` (`.env`). Raises BadInput, LaunchError."""
-    _check(given)
+    check(given)
     if find_spec("cryptography") is None:
         raise LaunchError(
             "certificates are made by the package cryptography, not installed here: pip install 'packtrain[deploy]'"
         )
     directory = directory.absolute()
-    with _opened(directory):
+    line = _line(environment, directory)
+    with opened(directory):
         maker = _Maker(directory, set(given.rotate), say)
-        settings = _settings(directory, given)
+        settings = settings_of(directory, given)
         maker.keys(settings)
         maker.certificates((*HOSTS, *settings.hosts))
         for name, new in TOKENS.items():
             maker.secret(directory / name, name, new)
-        write(directory / "settings.json", orjson.dumps(asdict(settings), option=orjson.OPT_INDENT_2), _GIVEN)
+        write(directory / "settings.json", orjson.dumps(asdict(settings), option=orjson.OPT_INDENT_2), GIVEN)
         maker.tell(settings)
-        name_directory(environment, directory)
+        _put(environment, line)
 
 
 class _Maker:
@@ -106,10 +110,10 @@ class _Maker:
         self._made: list[str] = []
         self._changed: list[str] = []
 
-    def secret(self, path: Path, what: str, new: Callable[[], str], mode: int = _GIVEN) -> str:
+    def secret(self, path: Path, what: str, new: Callable[[], str], mode: int = GIVEN) -> str:
         """The text of a secret's file, made if it is not there or to be rotated."""
         if path.exists() and what not in self._rotate:
-            text = _read(path).decode().strip()
+            text = read(path).decode().strip()
             if not text:
                 raise BadInput(f"{path} holds nothing; remove it, and it is made anew")
             path.chmod(mode)
@@ -124,19 +128,19 @@ class _Maker:
         public: dict[str, str] = {}
         for kind in USERS:
             path = self._at / "broker" / f"{kind}.nk"
-            public[kind] = _public(path, self.secret(path, kind, _seed))
+            public[kind] = public_key(path, self.secret(path, kind, new_seed))
         self._users("broker/users.conf", users_conf(public, settings.runs, settings.work))
         store: dict[str, tuple[str, str]] = {}
         for kind in KINDS:
             path = self._at / "store" / f"{kind}.json"
-            mode = _PRIVATE if kind == STORE_ONLY else _GIVEN
+            mode = _PRIVATE if kind == STORE_ONLY else GIVEN
             store[kind] = _pair(path, self.secret(path, kind, lambda kind=kind: _new_pair(kind), mode))
         known = identities(store, settings.bucket, settings.prefix, settings.runs)
         self._users("store/s3.json", json.dumps(known, indent=2))
 
     def _users(self, file: str, text: str) -> None:
         there = (self._at / file).exists()
-        if write(self._at / file, text.encode(), _GIVEN) and there:
+        if write(self._at / file, text.encode(), GIVEN) and there:
             self._changed.append(file)
 
     def certificates(self, hosts: Sequence[str]) -> None:
@@ -146,11 +150,11 @@ class _Maker:
             self._rotate.add("server")
         keys: dict[str, bytes] = {}
         now = datetime.now(UTC)
-        for name, file, mode in (("authority", "ca", _PRIVATE), ("server", "server", _GIVEN)):
+        for name, file, mode in (("authority", "ca", _PRIVATE), ("server", "server", GIVEN)):
             path = self._at / "tls" / f"{file}-key.pem"
             keys[name] = self.secret(path, name, lambda: certificates.new_key().decode(), mode).encode()
             kept = self._at / "tls" / f"{file}.pem"
-            old = _read(kept) if kept.exists() else None
+            old = read(kept) if kept.exists() else None
             try:
                 issued = (
                     certificates.authority(keys[name], old, now)
@@ -159,7 +163,7 @@ class _Maker:
                 )
             except ValueError as error:
                 raise BadInput(f"{path} holds no key: {error}; remove it, and it is made anew") from error
-            write(kept, issued.pem, _GIVEN)
+            write(kept, issued.pem, GIVEN)
             until = f"until {issued.until:%Y-%m-%d}"
             of = "authority" if name == "authority" else f"certificate of {', '.join(hosts)}"
             if issued.why:
@@ -184,7 +188,8 @@ class _Maker:
             )
 
 
-def _check(given: Given) -> None:
+def check(given: Given) -> None:
+    """Raises BadInput or BadName on what no deployment could have."""
     for name in given.rotate:
         if name not in ROTATED:
             raise BadInput(f"--rotate {name[:80]!r} is no key of a deployment; keys: {', '.join(ROTATED)}")
@@ -205,12 +210,13 @@ def _check(given: Given) -> None:
         raise BadInput(f"--prefix {given.prefix[:80]!r} is no plain prefix: A-Z a-z 0-9 . _ - and /")
 
 
-def _settings(directory: Path, given: Given) -> Settings:
+def settings_of(directory: Path, given: Given) -> Settings:
+    """What is given, and else what was the last time. Raises BadInput."""
     path = directory / "settings.json"
     was = Settings()
     if path.exists():
         try:
-            kept = orjson.loads(_read(path))
+            kept = orjson.loads(read(path))
             was = Settings(
                 tuple(kept["runs"]),
                 tuple(kept["hosts"]),
@@ -230,7 +236,7 @@ def _settings(directory: Path, given: Given) -> Settings:
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[None]:
+def opened(directory: Path) -> Iterator[None]:
     """The directory, ours alone while it lasts. Raises BadInput on one that others can enter."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -276,31 +282,41 @@ def write(path: Path, body: bytes, mode: int) -> bool:
         ) from error
 
 
-def name_directory(environment: Path, directory: Path) -> None:
-    """Has a composition find the directory: one line of `.env`, whose other lines stay. Raises BadInput."""
+def _line(environment: Path, directory: Path) -> str:
+    """What has a composition find the directory. Raises BadInput."""
     text = str(directory)
-    if "'" in text or not text.isprintable():
+    if set(text) & set("'\\") or not text.isprintable():
+        # What a quoted backslash means is not the same to both programs of Docker.
         raise BadInput(f"{directory} cannot be named in {environment}; name another with --directory")
-    line = f"PACKTRAIN_SECRETS={text if _PLAIN.fullmatch(text) else repr(text)}"
+    return f"PACKTRAIN_SECRETS={text}" if _PLAIN.fullmatch(text) else f"PACKTRAIN_SECRETS='{text}'"
+
+
+def _put(environment: Path, line: str) -> None:
+    """Has the line in the file, whose other lines stay as they are. Raises BadInput, LaunchError."""
+    environment = environment.resolve()
     there = environment.exists()
-    lines = _read(environment).decode().splitlines() if there else []
-    kept = [each for each in lines if not each.startswith("PACKTRAIN_SECRETS=")]
+    text = read(environment).decode(errors="surrogateescape") if there else ""
+    kept = [each for each in text.removesuffix("\n").split("\n") if text and not _NAMED.match(each)]
     mode = stat.S_IMODE(environment.stat().st_mode) if there else 0o644
-    write(environment, "".join(f"{each}\n" for each in (*kept, line)).encode(), mode)
+    body = "".join(f"{each}\n" for each in (*kept, line))
+    write(environment, body.encode(errors="surrogateescape"), mode)
 
 
-def _read(path: Path) -> bytes:
+def read(path: Path) -> bytes:
+    """Raises BadInput."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}; remove it, and it is made anew") from error
 
 
-def _seed() -> str:
+def new_seed() -> str:
+    """A user's, `SU...`."""
     return nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER).decode()
 
 
-def _public(path: Path, seed: str) -> str:
+def public_key(path: Path, seed: str) -> str:
+    """`U...`, of the seed that the file holds. Raises BadInput."""
     try:
         return bytes(nkeys.from_seed(bytearray(seed.encode())).public_key).decode()
     except (nkeys.NkeysError, ValueError) as error:

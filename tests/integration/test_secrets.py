@@ -86,6 +86,23 @@ def test_other_lines_of_the_environment_stay(made: Made) -> None:
     assert stat.S_IMODE(made.environment.stat().st_mode) == 0o600
 
 
+def test_the_environment_is_kept_byte_by_byte_through_a_link(made: Made, tmp_path: Path) -> None:
+    behind = tmp_path / "behind.env"
+    behind.write_bytes(b"NAME=caf\xe9\x0c1\nexport PACKTRAIN_SECRETS = /elsewhere\n")
+    made.environment.unlink()
+    made.environment.symlink_to(behind)
+    made.make()
+    assert made.environment.is_symlink()
+    assert behind.read_bytes() == f"NAME=caf\xe9\x0c1\nPACKTRAIN_SECRETS='{made.directory}'\n".encode("latin-1")
+
+
+@pytest.mark.parametrize("name", ["a'b", "a\\b", "a\nb"])
+def test_a_directory_that_no_composition_could_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadInput, match=r"cannot be named in .*; name another with --directory"):
+        make(tmp_path / name, Given(), tmp_path / ".env", print)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("key", "files"),
     [

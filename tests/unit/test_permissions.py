@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import stat
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from pipeline.config import loads
 from pipeline.log.permissions import KINDS, permissions_for, table, users_conf, work_of
 from pipeline.store.policies import KINDS as STORE_KINDS
 from schemas.names import BadName
+from services.cli.deploy_secrets import Settings
 from services.cli.main import app
 from services.process import SERVICES
 from tests.secured import nkey_pair, public_key
@@ -98,12 +99,44 @@ def test_what_a_leaf_node_needs_is_made_once(keys: Path) -> None:
     assert sorted(made) == ["leaf-key.conf", "leaf-seed.conf", "users.conf"]
     seed = made["leaf-seed.conf"].removeprefix("nkey: ").strip()
     assert made["leaf-key.conf"] == f"nkey: {public_key(seed)}\n"
-    assert stat.S_IMODE((keys / "leaf").stat().st_mode) == 0o700
     assert '"$JS.hub.API.STREAM.INFO.*"' in made["users.conf"]
     assert '"$JS.API' not in made["users.conf"].replace('"$JS.API.>"', "")
     assert run("leaf", "--directory", str(keys), "--run", "mine")[0] == 0
     assert (keys / "leaf" / "leaf-seed.conf").read_text() == made["leaf-seed.conf"]
     assert "RL_mine" in (keys / "leaf" / "users.conf").read_text()
+
+
+def test_a_leafs_key_is_completed_made_anew_and_never_guessed(keys: Path) -> None:
+    assert run("leaf", "--directory", str(keys))[0] == 0
+    at = keys / "leaf"
+    before = {path.name: path.read_text() for path in at.iterdir()}
+    (at / "leaf-key.conf").unlink()
+    assert run("leaf", "--directory", str(keys))[0] == 0
+    assert {path.name: path.read_text() for path in at.iterdir()} == before
+    assert run("leaf", "--directory", str(keys), "--rotate")[0] == 0
+    seed = (at / "leaf-seed.conf").read_text().removeprefix("nkey: ").strip()
+    assert f"nkey: {seed}\n" != before["leaf-seed.conf"]
+    assert (at / "leaf-key.conf").read_text() == f"nkey: {public_key(seed)}\n"
+    (at / "leaf-seed.conf").chmod(0o600)
+    (at / "leaf-seed.conf").write_text("nkey: SUsecretgarbage\n")
+    status, output = run("leaf", "--directory", str(keys))
+    assert status != 0
+    assert "holds no nkey seed" in " ".join(output.split())
+    assert "garbage" not in output
+
+
+def test_a_leafs_users_may_what_the_deployments_may_and_its_directory_is_for_nobody_else(keys: Path) -> None:
+    settings = Settings(runs=("mine",), work={"harness": ["harness-chat"]})
+    (keys / "settings.json").write_text(json.dumps(asdict(settings)))
+    assert run("leaf", "--directory", str(keys))[0] == 0
+    users = (keys / "leaf" / "users.conf").read_text()
+    assert "RL_mine.harness-chat" in users
+    assert "RL_*" not in users
+    keys.chmod(0o755)
+    status, output = run("leaf", "--directory", str(keys))
+    assert (status != 0, "others can enter" in " ".join(output.split())) == (True, True)
+    status, output = run("leaf", "--directory", str(keys / "none"))
+    assert (status != 0, "`packtrain secrets` makes it" in " ".join(output.split())) == (True, True)
 
 
 def test_each_kind_needs_a_key_and_each_run_a_name() -> None:
