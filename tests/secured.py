@@ -14,6 +14,7 @@ import nkeys
 
 from pipeline.log.permissions import EVERY_RUN, KINDS, users_conf
 from schemas.config import Broker
+from tests.backends import INSIDE
 from tests.natsserver import NatsServer
 
 INFRA = Path(__file__).parents[1] / "infra" / "nats"
@@ -122,7 +123,7 @@ class SecuredBroker(NatsServer):
         changes = {
             **(replace or {}),
             "/etc/nats": str(directory),
-            '"0.0.0.0:4222"': f'"127.0.0.1:{self.port}"',
+            '"0.0.0.0:4222"': f'"{INSIDE}:{self.port}"',
             'http: "0.0.0.0:8222"': "",
             '"/data"': f'"{directory / "js"}"',
             "sync_interval: always": 'sync_interval: "2m"',
