@@ -3,7 +3,8 @@
 Promises:
 - `read` is a pure step over messages in stream order, and `Totals.load(totals.dump())` goes on as `totals` would;
 - the state grows with what is in flight, not with the steps of the run: of batches it keeps the newest `ROWS`, of evaluations
-  the first and the newest.
+  the first and the newest;
+- a step is counted once.
 """
 
 from __future__ import annotations
@@ -74,11 +75,10 @@ class Totals:
                 self.fetched += fact.fetched
             case BatchConsumed() as fact:
                 self.consumed = max(self.consumed, fact.step)
-            case StepTrained() as fact:
+            case StepTrained() as fact if self.trained is None or fact.step > self.trained.step:
                 self.step_seconds += fact.seconds
                 self.loss_tokens += fact.loss_tokens
-                if self.trained is None or fact.step > self.trained.step:
-                    self.trained, self.trained_at = fact, found.time
+                self.trained, self.trained_at = fact, found.time
             case _:
                 pass
         fold(self.view, found)

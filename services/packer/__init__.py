@@ -62,6 +62,7 @@ async def _take(ctx: Context) -> tuple[Place, socket.socket] | None:
             path = socket_path(ctx.config, number)
             if (place := claim(path.parent, number)) is None:
                 continue
+            ctx.health.not_ready(f"takes place {number}")
             try:
                 return place, listen(path)
             except SocketTaken:

@@ -362,7 +362,9 @@ class Packer:
         for fact in facts:
             await self._ctx.log.publish(fact, cause=event)
             message = "sequence %s is in quarantine, and its windows wait for the sampler to plan the batch without it: %s"
-            self._ctx.logger.warning(message, fact.sequence, fact.detail, extra={"step": fact.step})
+            self._ctx.logger.warning(
+                message, fact.sequence, fact.detail, extra={"step": fact.step, "sequence": fact.sequence}
+            )
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -18,8 +18,15 @@ import yaml
 from pipeline.hosts.metrics import BadBind, Measures, _Collector
 from pipeline.hosts.report import HostReport
 from pipeline.log.permissions import KINDS, permissions_for, work_of
-from schemas.envelope import Invalid, Unknown
-from schemas.facts import Failure, SampleCompleted, SequenceDispatched, SequenceFailed, SequenceVerified
+from schemas.envelope import Event, Invalid, Unknown
+from schemas.facts import (
+    Failure,
+    SampleCompleted,
+    SequenceDispatched,
+    SequenceFailed,
+    SequenceVerified,
+    StepTrained,
+)
 from services.dashboard import serve
 from services.dashboard.families import run_families, watched_families
 from services.dashboard.totals import REASONS, ROWS, Totals
@@ -40,6 +47,18 @@ GIVEN = {
     "SeaweedFS_s3_request_total": {"type", "code"},
 }
 """What is no family of ours: Prometheus' own, its client's, and the object store's."""
+
+
+def test_a_step_is_counted_once() -> None:
+    events = demo_events()
+    once, twice = Totals(), Totals()
+    for each in events:
+        once.read(each)
+        twice.read(each)
+        if isinstance(each, Event) and isinstance(each.fact, StepTrained):
+            twice.read(each)
+    assert once.loss_tokens > 0
+    assert (twice.step_seconds, twice.loss_tokens) == (once.step_seconds, once.loss_tokens)
 
 
 def test_a_state_that_was_kept_goes_on_as_it_would_have() -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from pydantic import ValidationError
 
+from pipeline.feed.places import claim
+from pipeline.feed.wire import socket_path
+from pipeline.hosts.health import Health
 from pipeline.hosts.report import HostReport
 from schemas.config import RunConfig
 from services.cli.embedded import BadInput
 from services.cli.gang import gang, own_bind
 from services.cli.service import check_place, own_label
 from services.cli.status import expected, status_of, view
+from services.packer import _take
+from tests.log_parts import until
+
+if TYPE_CHECKING:
+    from services.process import Context
 
 
 def config(**sections: object) -> RunConfig:
@@ -94,6 +106,23 @@ def test_what_has_no_index_is_not_counted_and_what_has_one_is() -> None:
         check_place(config(trainer={"rendezvous": "here"}), "trainer", None, "")
     with pytest.raises(BadInput, match=r"trainer\.kind is external"):
         check_place(config(trainer={"kind": "external"}), "trainer", None, "")
+
+
+async def test_a_packer_that_stood_by_is_not_ready_until_it_serves(tmp_path: Path) -> None:
+    run = config(packer={"socket_dir": str(tmp_path)}, batch={"dp": 1})
+    before = claim(socket_path(run, 0).parent, 0)
+    assert before is not None
+    ctx = SimpleNamespace(
+        config=run, index=None, health=Health(), stop=asyncio.Event(), logger=logging.getLogger("packer")
+    )
+    taking = asyncio.create_task(_take(cast("Context", ctx)))
+    await until(lambda: ctx.health.fault() == "")
+    before.close()
+    taken = await taking
+    assert taken is not None
+    for each in taken:
+        each.close()
+    assert ctx.health.fault() == "takes place 0"
 
 
 def test_a_host_without_an_index_is_named_by_its_pool_and_machine() -> None:
