@@ -142,6 +142,12 @@ class _Connection(Client):
             raise NatsError(NO_TLS)
         await super()._process_info(info, initial_connection)  # pyright: ignore[reportUnknownMemberType]  # untyped in nats-py
 
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        if self.is_reconnecting:
+            # There is nobody to send it to, and to write it to a TLS connection that was lost ends in an error of asyncio's.
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)  # pyright: ignore[reportUnknownMemberType]  # untyped in nats-py
+
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
     ):

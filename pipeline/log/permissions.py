@@ -118,9 +118,8 @@ def permissions_for(kind: str, run: str, work: Sequence[str] | None = None) -> P
     stream, bucket = ("*", "*") if every else (f"RL_{run}", f"RL_{run}")
     bucket_stream = "*" if every else f"KV_{bucket}"
     if kind == "launcher":
-        return Permissions(
-            (f"rl.{run}.>", f"dlq.{run}.>", f"$KV.{bucket}.>", "$JS.API.>", "$JS.ACK.>"), ("_INBOX.>",)
-        )
+        asked = ("$JS.API.>", "$JS.ACK.>") if every else _streams(stream, bucket_stream)
+        return Permissions((f"rl.{run}.>", f"dlq.{run}.>", f"$KV.{bucket}.>", *asked), ("_INBOX.>",))
     needs = _NEEDS[kind]
     api = "$JS.API"
     publish = [f"rl.{run}.{fact}.*.*" for fact in needs.facts]
@@ -155,6 +154,19 @@ def _filter(run: str, type_: str) -> str:
         if run == EVERY_RUN
         else subject_filter(run, type_)
     )
+
+
+def _streams(*names: str) -> tuple[str, ...]:
+    """Everything that is asked of these streams, and which there are."""
+    api = "$JS.API"
+    found = [f"{api}.INFO", f"{api}.STREAM.NAMES", f"{api}.STREAM.LIST"]
+    for name in names:
+        found += [f"{api}.STREAM.*.{name}", f"{api}.STREAM.MSG.*.{name}"]
+        found += [f"{api}.DIRECT.GET.{name}", f"{api}.DIRECT.GET.{name}.>"]
+        found += [f"{api}.CONSUMER.*.{name}", f"{api}.CONSUMER.*.{name}.>"]
+        found += [f"{api}.CONSUMER.DURABLE.CREATE.{name}.*", f"{api}.CONSUMER.MSG.NEXT.{name}.*"]
+        found += [f"$JS.ACK.{name}.>"]
+    return tuple(found)
 
 
 def _durable(stream: str, name: str) -> list[str]:

@@ -13,6 +13,7 @@ Object keys are those of `schemas.keys`. A conditional PUT whose answer was lost
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from schemas.keys import run_prefix
@@ -23,6 +24,7 @@ _KINDS = ("payloads", "inherited", "artefacts", "grading", "plans", "weights", "
 _PAYLOADS = ("payloads/*.safetensors", "inherited/*.safetensors")
 _TRAINER = ("weights/*", "optimizer/*")
 _CREATED = {"Null": {"s3:if-none-match": "false"}}
+_BUCKET, _PREFIX = re.compile(r"[A-Za-z0-9._-]+"), re.compile(r"[A-Za-z0-9._/-]*")
 
 # By service: what it reads, and what it writes, below the run's prefix.
 _NEEDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -48,9 +50,16 @@ def policy_for(
     kind: str, run: str, bucket: str, prefix: str = "", *, create_only: bool = False
 ) -> dict[str, Any]:
     """The policy document; `run`: a name or `EVERY_RUN` of the bucket; `prefix`: of the store in its bucket, without slashes at its
-    ends. One without statements allows nothing. Raises ValueError on a kind that has none, BadName on a run that is no name."""
+    ends. One without statements allows nothing. Raises ValueError on a kind that has none and on a bucket or prefix that is not plain,
+    BadName on a run that is no name."""
     if kind not in KINDS:
         raise ValueError(f"no user {kind!r} has a policy; users: {', '.join(KINDS)}")
+    for what, name, plain in (("bucket", bucket, _BUCKET), ("prefix", prefix, _PREFIX)):
+        if not plain.fullmatch(name):
+            # `*`, `?` and `${...}` would stand for other buckets and prefixes in the policy.
+            raise ValueError(
+                f"{what} {name[:80]!r} is not plain: a policy is for one of A-Z a-z 0-9 . _ -; name another store.url"
+            )
     root = f"{prefix}/" if prefix else ""
     # S3's wildcard passes slashes, so that of every run is `runs/*` as a whole.
     below = f"{root}{'runs/*' if run == EVERY_RUN else run_prefix(run)}"

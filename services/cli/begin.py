@@ -55,25 +55,26 @@ async def begin(
     except NatsError as error:
         raise LaunchError(
             f"broker {config.broker.url} cannot hold the stream of run {config.run} with replicas = "
-            f"{config.broker.replicas}: {error}; set broker.replicas, or take another name with --run"
+            f"{config.broker.replicas}: {error}; set broker.replicas, or name another run"
         ) from error
     started = RunStarted(run=config.run, config=config.decisions(), inherited=inherited)
     published = await log.publish(started)
     if not published.won and not resumed:
         raise LaunchError(
-            f"run {config.run} was started by another launcher just now; take another name with --run"
+            f"run {config.run} was started by another launcher just now; name another run with --run"
         )
     fact = published.event.fact
     assert isinstance(fact, RunStarted)
     check_decisions(config, fact)
     if groups_from and (fact.inherited is None or fact.inherited.run != groups_from):
         raise LaunchError(
-            f"run {config.run} has begun without groups of run {groups_from}; go on with it without --groups-from, or start "
-            "another one with --fresh"
+            f"run {config.run} has begun without groups of run {groups_from}; go on with it without --groups-from, or begin "
+            "another run with them"
         )
-    # Services that are started beside us may have had their first words already, of which none names an object.
-    begun = await log.latest(SequenceFinished.type) is not None
-    await claim(store, config, published.event.id, begun)
+    # Services that are started beside us do not wait for the claim: of one that was killed before it they may have gone on.
+    newest = await log.latest(SequenceFinished.type)
+    named = newest.fact.payload.key if newest and isinstance(newest.fact, SequenceFinished) else None
+    await claim(store, config, published.event.id, named is not None and await store.size(named) is None)
     if fact.inherited is not None:
         await _enter(log, store, published.event, fact.inherited.facts)
 

@@ -58,7 +58,7 @@ async def claim(store: ObjectStore, config: RunConfig, log_id: str, begun: bool)
     """Writes the claim of the log whose `run.started` has this id, or finds it; then has the bucket expire the run's payloads
     where that is configured: never those of a run whose place it is not.
 
-    `begun`: the log names objects, so that they must be here. Raises StoreError, LaunchError.
+    `begun`: the log names objects that are not here, so that the claim must be. Raises StoreError, LaunchError.
     """
     key = claim_key(config.run)
     mine = claim_body(log_id)
@@ -68,7 +68,7 @@ async def claim(store: ObjectStore, config: RunConfig, log_id: str, begun: bool)
         except ObjectMissing:
             raise LaunchError(
                 f"run {config.run} has begun, but {config.store.url} does not hold its objects; give the store that it was "
-                "started with, or take another name with --run"
+                "started with, or name another run"
             ) from None
     else:
         try:
@@ -94,6 +94,6 @@ async def claim(store: ObjectStore, config: RunConfig, log_id: str, begun: bool)
 
 def _taken(config: RunConfig) -> LaunchError:
     return LaunchError(
-        f"{config.store.url} holds the objects of another run {config.run}, one that is not in this broker; take another name "
-        "with --run, or another place with --store"
+        f"{config.store.url} holds the objects of another run {config.run}, one that is not in this broker; name another run "
+        "or another store"
     )

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -71,7 +72,9 @@ Source = Annotated[
 Id = Annotated[
     str | None, typer.Option("--id", help="Only events of this sample, sequence, attempt or step.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line: envelope and body.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+GIVEN_AS: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("given_as", default=())
+"""Keys of a configuration in whose place the command was given options, with the options: what its errors call them."""
 
 
 def console() -> Console:
@@ -119,9 +122,19 @@ def one_line() -> Iterator[None]:
         status = status_of(error)
         if status is None:
             raise
-        for line in str(error).splitlines():
+        for line in _as_given(error).splitlines():
             note(line)
         raise typer.Exit(status) from None
+
+
+def _as_given(error: Exception) -> str:
+    from pipeline.config import ConfigError
+
+    told = str(error)
+    if not isinstance(error, ConfigError):  # what is wrong in a file has the file's own names
+        for key, option in GIVEN_AS.get():
+            told = told.replace(key, option)
+    return told
 
 
 def status_of(error: Exception) -> int | None:

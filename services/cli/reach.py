@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
@@ -145,6 +146,12 @@ def _reached(config: RunConfig, where: Where) -> RunConfig:
     }
     update = {key: value for key, value in store.items() if value is not None}
     if where.store is not None:
+        named = urlsplit(where.store)
+        if named.scheme == "file" and not Path(unquote(named.path)).is_dir():
+            # Who opens it makes it, and finds it empty.
+            raise BadInput(
+                f"--store {where.store} is no directory of this machine; name the one that has the run's objects"
+            )
         update = {"endpoint": "", "credentials_file": "", **update}
     try:
         section = Store.model_validate({**config.store.model_dump(), **update})
@@ -308,7 +315,9 @@ async def open_log(config: RunConfig, producer: str = "cli", user: str = READER)
         log = await Log.connect(broker, config.run, producer, user=user)
         try:
             if not await log.exists():  # to read it would wait for a broker that serves no streams
-                raise LaunchError(f"broker {broker.url} has no run {config.run!r}")
+                raise LaunchError(
+                    f"broker {broker.url} has no run {config.run!r}; `packtrain runs list` tells which it has"
+                )
             yield log
         finally:
             await log.close()

@@ -140,7 +140,9 @@ async def _cancel(directory: Path, run: str, given: Broker | None, say: Say) -> 
     """Whether it is the directory's run of that name, and not another broker's."""
     async with place_of(directory, run, given) as place, log_of(place, run) as log:
         if not await log.exists():
-            raise LaunchError(f"broker {place.broker.url} has no run {run!r}")
+            raise LaunchError(
+                f"broker {place.broker.url} has no run {run!r}; `packtrain runs list` tells which it has"
+            )
         trained = await log.latest(StepTrained.type)
         steps = trained.fact.step if trained is not None and isinstance(trained.fact, StepTrained) else 0
         stopped = await log.publish(RunStopped(run=run, reason="cancelled", steps=steps))

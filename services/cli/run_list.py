@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pipeline.config import ConfigError
 from pipeline.log import BrokerUnavailable, connect
+from pipeline.log.connection import Denied
 from pipeline.log.publish import decode_raw
 from schemas.config import Broker, RunConfig
 from schemas.envelope import Event, Invalid, Unknown
@@ -137,11 +138,23 @@ async def _of_broker(broker: Broker, directory: Path, only: Sequence[str] | None
         async def look(run: str, info: StreamInfo) -> Row:
             async with limit:
                 importing = (home_of(directory, run) / IMPORTING).is_file()
-                return await _row(
-                    js, run, info, running is not None and running.run == run, importing, broker
-                )
+                try:
+                    return await _row(
+                        js, run, info, running is not None and running.run == run, importing, broker
+                    )
+                except Denied:
+                    # Which runs there are its user is told; of those that it was not made for, no more than that.
+                    return Row(
+                        run,
+                        "not allowed",
+                        events=info.state.messages,
+                        bytes=info.state.bytes,
+                        broker=broker.url,
+                    )
 
         return await asyncio.gather(*(look(run, info) for run, info in streams))
+    except Denied as error:
+        raise BrokerUnavailable(f"broker {broker.url}: {error}") from error
     except (NatsError, TimeoutError) as error:
         reason = str(error) or type(error).__name__
         raise BrokerUnavailable(f"broker {broker.url} does not serve JetStream: {reason}") from error

@@ -64,13 +64,18 @@ class Holdings:
         return f"run {run}: {', '.join(parts)}" if parts else ""
 
 
-def remove(directory: Path, run: str, given: Broker | None, ask: Ask, say: Say) -> bool:
-    """Removes the run; False when the person did not agree. Raises LaunchError, BrokerUnavailable, StoreError."""
+def remove(
+    directory: Path, run: str, given: Broker | None, ask: Ask, say: Say, named: Store | None = None
+) -> bool:
+    """Removes the run; False when the person did not agree. `named`: where its objects are, where no record here says.
+
+    Raises LaunchError, BrokerUnavailable, StoreError.
+    """
     home = home_of(directory, run)
     if home.is_symlink():
         raise LaunchError(f"{home} is a link: what it leads to is not removed; remove the link first")
     _check_idle(directory, run)
-    return asyncio.run(_remove(directory, home, run, given, ask, say))
+    return asyncio.run(_remove(directory, home, run, given, ask, say, named))
 
 
 def _check_idle(directory: Path, run: str) -> None:
@@ -86,9 +91,11 @@ def _check_idle(directory: Path, run: str) -> None:
         )
 
 
-async def _remove(directory: Path, home: Path, run: str, given: Broker | None, ask: Ask, say: Say) -> bool:
+async def _remove(
+    directory: Path, home: Path, run: str, given: Broker | None, ask: Ask, say: Say, named: Store | None
+) -> bool:
     async with place_of(directory, run, given) as place, log_of(place, run) as log:
-        store = _store(directory, place, given)
+        store = _store(directory, place, given, named)
         own = given is None or place.record is not None
         found = await _look(directory, home, run, log, store, own)
         told = found.told(run)
@@ -103,13 +110,14 @@ async def _remove(directory: Path, home: Path, run: str, given: Broker | None, a
             await store.remove([key for key in found.objects if key == claim_key(run)])
             await store.remove([key for key in found.objects if key != claim_key(run)])
             _sweep(store.url, run)
-        record = place.record
-        expires = record is not None and record.retention.expire_days and record.store.url.startswith("s3://")
-        if record is not None and expires and not found.left:
+        ruled = named
+        if ruled is None and place.record is not None and place.record.retention.expire_days:
+            ruled = place.record.store
+        if ruled is not None and ruled.url.startswith("s3://") and not found.left:
             # Of objects that are another log's the rule is that log's, too.
             from pipeline.store.expiry import set_expiry
 
-            await asyncio.to_thread(set_expiry, record.store, run, 0)
+            await asyncio.to_thread(set_expiry, ruled, run, 0)
         for stream in (f"KV_{log.stream}", log.stream):
             await log.patiently(lambda stream=stream: _delete(log, stream), f"removal of {stream}")
     for path in found.files:
@@ -122,11 +130,13 @@ async def _remove(directory: Path, home: Path, run: str, given: Broker | None, a
         assert store is not None
         say(f"the objects below {run_prefix(run)} stay in {store.url}: {found.left}")
     if store is None:
-        say("objects were not looked for: no record here names the run's store")
+        say("objects were not looked for: no record here names the run's store; --store does")
     return True
 
 
-def _store(directory: Path, place: Place, given: Broker | None) -> ObjectStore | None:
+def _store(directory: Path, place: Place, given: Broker | None, named: Store | None) -> ObjectStore | None:
+    if named is not None:
+        return ObjectStore.open(named, patience_s=10.0)
     if place.record is not None:
         return ObjectStore.open(place.record.store, patience_s=10.0)
     if given is None and (directory / "objects").is_dir():

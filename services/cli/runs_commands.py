@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from services.cli.options import (
     one_line,
 )
 from services.cli.where import BrokerOptions, Where, brokered, reading
+
+if TYPE_CHECKING:
+    from schemas import config as sections
 
 app = typer.Typer(no_args_is_help=True, help="Begin, list, stop, resume and remove runs.")
 archive_app = typer.Typer()
@@ -111,6 +114,14 @@ def rm(
     run: _Run,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     directory: _Directory = DEFAULT_DIRECTORY,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the run's objects are, s3://bucket/prefix or file:///path; a record here says it by itself."
+        ),
+    ] = None,
+    store_endpoint: StoreEndpoint = None,
+    store_credentials: StoreCredentials = None,
 ) -> None:
     """Remove a run for good: its log, snapshots, objects, record and secrets."""
     with one_line():
@@ -127,7 +138,10 @@ def rm(
                 raise LaunchError(f"{told}; nobody is here to ask: --yes removes it")
             return typer.confirm(f"{told}. Remove all of it?", err=True)
 
-        removed = run_removal.remove(directory, run, broker_given(broker), ask, typer.echo)
+        named = _named(store, store_endpoint, store_credentials)
+        removed = run_removal.remove(
+            directory, run, broker_given(broker), ask, typer.echo, named if named.url else None
+        )
     if not removed:
         raise typer.Exit(1)
 
@@ -169,10 +183,17 @@ def import_(
         from services.cli import archive
         from services.cli.reach import broker_given
 
-        place = sections.Store(
-            url=store or "",
-            endpoint=store_endpoint or "",
-            credentials_file=str(store_credentials.absolute()) if store_credentials else "",
-        )
+        place = _named(store, store_endpoint, store_credentials)
         broker = broker_given(options) or sections.Broker()
         archive.import_file(file, archive.Target(directory, broker, place), typer.echo)
+
+
+def _named(url: str | None, endpoint: str | None, credentials: Path | None) -> sections.Store:
+    """The store that options name; one without an address: they name none."""
+    from schemas.config import Store as Section
+
+    return Section(
+        url=url or "",
+        endpoint=endpoint or "",
+        credentials_file=str(credentials.absolute()) if credentials else "",
+    )

@@ -195,7 +195,9 @@ async def look(config: RunConfig, log: Log) -> Status:
         limits = await limit.rows(config, log)
     except (NatsError, OSError, TimeoutError) as error:
         said = str(error) or type(error).__name__
-        raise LaunchError(f"broker {config.broker.url} does not answer: {said}") from error
+        raise LaunchError(
+            f"broker {config.broker.url} does not answer: {said}; is nats-server running there?"
+        ) from error
     return status_of(config, found, unreadable, datetime.now(UTC), limits)
 
 

@@ -45,8 +45,7 @@ def policy(
         from services.cli.reach import find_run
 
         found = find_run(where)
-        url = urlsplit(found.store.url)
-        if url.scheme != "s3":
+        if urlsplit(found.store.url).scheme != "s3":
             raise BadInput(
                 f"run {found.run} has its objects in {found.store.url or 'files'}, which has no users: policies are for s3://; name a run that has a "
                 "bucket with --config, or the bucket with --store"
@@ -54,5 +53,9 @@ def policy(
         if service not in KINDS:
             raise BadInput(f"no user {service[:80]!r} has a policy; users: {', '.join(KINDS)}")
         run = EVERY_RUN if every_run else found.run
-        document = policy_for(service, run, url.netloc, url.path.strip("/"), create_only=create_only)
+        bucket, _, prefix = found.store.url.removeprefix("s3://").partition("/")
+        try:
+            document = policy_for(service, run, bucket, prefix.strip("/"), create_only=create_only)
+        except ValueError as error:
+            raise BadInput(str(error)) from error
         typer.echo(json.dumps(document, indent=2))

@@ -29,6 +29,8 @@ _KINDS: dict[str, Kind] = {
     r"plans/[^/]+\.json": Kind("the plan of a batch (JSON), which packers read", False),
     r"weights/[^/]+": Kind("the weights after a step (safetensors)", False),
     r"optimizer/[^/]+": Kind("the optimizer's state after a step (safetensors)", False),
+    r"images/[^/]+": Kind("an image, which sequences share", False),
+    r"run\.json": Kind("the claim: which log the objects beside it are of (JSON)", True),
 }
 _SIDECAR = re.compile(r"(runs/[^/]+/(?:payloads|inherited)/[^/]+/[^/.]+)\.([^/]+)\.safetensors")
 

@@ -16,6 +16,7 @@ import typer
 
 from services.cli.options import (
     DEFAULT_DIRECTORY,
+    GIVEN_AS,
     ConfigFile,
     NatsTokenFile,
     RunName,
@@ -26,7 +27,9 @@ from services.cli.options import (
 
 NatsCredentials = Annotated[
     Path | None,
-    typer.Option(help="File with the nkey seed of --nats's user, as reader.nk of `packtrain secrets`."),
+    typer.Option(
+        help="File with the nkey seed of --nats's user: of `packtrain secrets` reader.nk to look, launcher.nk to change."
+    ),
 ]
 NatsCa = Annotated[
     Path | None, typer.Option(help="PEM file of the authority that signed --nats's certificate.")
@@ -40,9 +43,7 @@ class BrokerOptions:
 
     nats: Annotated[
         str | None,
-        typer.Option(
-            help="A NATS server with JetStream that has the run, nats://host:port or tls://host:port."
-        ),
+        typer.Option(help="A NATS server with JetStream, nats://host:port or tls://host:port."),
     ] = None
     nats_token_file: NatsTokenFile = None
     nats_credentials: NatsCredentials = None
@@ -67,6 +68,27 @@ class Where(BrokerOptions):
         return self if run is None else replace(self, run=run)
 
 
+_KEYS = {
+    "nats": "broker.url",
+    "nats_token_file": "broker.token_file",
+    "nats_credentials": "broker.credentials_file",
+    "nats_ca": "broker.ca_file",
+    "store": "store.url",
+    "store_endpoint": "store.endpoint",
+    "store_credentials": "store.credentials_file",
+}
+"""The keys of a configuration in whose place options stand. An address comes with all that is needed to reach it."""
+
+
+def _given_as(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    whole = tuple(section for section in ("nats", "store") if values.get(section) is not None)
+    return tuple(
+        (key, f"--{name.replace('_', '-')}")
+        for name, key in _KEYS.items()
+        if values.get(name) is not None or name.startswith(whole)
+    )
+
+
 def reading(*, without: str = "") -> Callable[[_Command], _Command]:
     """Gives a command the options of `Where`, but for one that it has itself."""
     return _given(Where, without)
@@ -87,8 +109,13 @@ def _given(what: type[BrokerOptions], without: str) -> Callable[[Any], Any]:
 
         @functools.wraps(command)
         def called(**values: Any) -> Any:
+            given = _given_as(values)
             place = what(**{name: values.pop(name) for name in shared})
-            return command(**{first.name: place}, **values)
+            before = GIVEN_AS.set(given)
+            try:
+                return command(**{first.name: place}, **values)
+            finally:
+                GIVEN_AS.reset(before)
 
         parameters = [
             parameter.replace(annotation=own[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)

@@ -6,6 +6,8 @@ The server is SeaweedFS with `pipeline.store.identities`; what each may do is sa
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import secrets
 import socket
@@ -16,14 +18,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, quote, urlsplit
 
 import numpy as np
 import obstore
 import pytest
 from minio import Minio
 from minio.commonconfig import ENABLED, Filter
+from minio.credentials.credentials import Credentials
 from minio.error import S3Error
 from minio.lifecycleconfig import Expiration, LifecycleConfig, Rule
+from minio.signer import presign_v4
 from minio.versioningconfig import VersioningConfig
 from obstore.exceptions import GenericError, PermissionDeniedError
 from obstore.store import S3Store
@@ -242,6 +247,54 @@ async def test_a_user_lists_its_run_and_no_other(place: Place) -> None:
         assert lists(kind, f"{PREFIX}/runs/{OTHER}/") == (kind in LISTS_OF_OTHERS), kind
         assert not lists(kind, f"{PREFIX}/"), kind
         assert not lists(kind, ""), kind
+
+
+def ask(place: Place, kind: str, method: str, path: str, query: str = "", body: bytes = b"") -> int:
+    """The status of a request as it is written here, signed: clients of ours send neither dots nor parts of others' uploads."""
+    keys = json.loads(Path(place.config(kind).credentials_file).read_text())
+    user = Credentials(keys["access_key"], keys["secret_key"])
+    url = SplitResult("http", urlsplit(place.server.endpoint).netloc, path, query, "")
+    signed = presign_v4(
+        method=method, url=url, region="us-east-1", credentials=user, date=datetime.now(UTC), expires=60
+    )
+    with contextlib.closing(http.client.HTTPConnection(signed.netloc, timeout=20)) as connection:
+        connection.request(method, f"{signed.path}?{signed.query}", body or None)
+        return connection.getresponse().status
+
+
+async def test_no_trick_with_a_key_an_upload_or_a_version_leads_further(place: Place) -> None:
+    await stock(place)
+    base, ours, theirs = f"/{BUCKET}/{PREFIX}", keys_of(OURS), keys_of(OTHER)
+    assert ask(place, "packer", "GET", f"{base}/{ours['payload']}") == 200, "what is allowed is refused"
+    for up in ("..", "%2e%2e"):
+        out = f"{base}/runs/{OURS}/payloads/{up}/{up}/{theirs['payload'].removeprefix('runs/')}"
+        claim = f"{base}/runs/{OURS}/images/{up}/run.json"
+        assert ask(place, "packer", "GET", out) in (400, 403)
+        assert ask(place, "collector", "DELETE", claim) in (400, 403)
+        for path in (out, claim):
+            assert ask(place, "agent-loop", "PUT", path, body=b"x") in (400, 403), path
+    upload = place.minio("root")._create_multipart_upload(BUCKET, f"{PREFIX}/{ours['payload']}", {})
+    part = f"partNumber=1&uploadId={upload}"
+    for method, query in (("POST", "uploads="), ("PUT", part)):
+        assert ask(place, "agent-loop", method, f"{base}/{ours['payload']}", query) == 200, query
+    another = quote(f"{PREFIX}/runs/{OTHER}/", safe="")
+    for kind, method, key, query in (
+        ("agent-loop", "DELETE", ours["payload"], "versionId=null"),
+        ("collector", "DELETE", ours["claim"], "versionId=null"),
+        ("collector", "DELETE", theirs["payload"], "versionId=null"),
+        ("packer", "GET", theirs["payload"], "versionId=null"),
+        ("agent-loop", "POST", theirs["payload"], "uploads="),
+        ("packer", "PUT", ours["payload"], part),
+        ("agent-loop", "PUT", ours["claim"], part),
+        ("agent-loop", "PUT", theirs["payload"], part),
+    ):
+        assert ask(place, kind, method, f"{base}/{key}", query, b"x" * (method == "PUT")) == 403, (kind, key)
+    for query in ("versions=", "uploads=", f"prefix={another}&versions="):
+        assert ask(place, "packer", "GET", f"/{BUCKET}/", query) == 403, query
+    everything = set(keys_of(OURS))
+    assert await allowed(place, "root", _get) == {OURS: everything, OTHER: everything}, (
+        "something is gone, or was written over"
+    )
 
 
 async def test_the_bucket_itself_is_the_launchers_to_make_and_nobodys_to_open_or_remove(place: Place) -> None:

@@ -21,6 +21,8 @@ from pipeline.store.claims import claim_body, claim_of
 from pipeline.store.identities import identities
 from schemas.config import Broker, RunConfig, Store
 from schemas.facts import ALL, RunStarted, RunStopped, SequenceDispatched
+from schemas.keys import payload_key
+from schemas.payload import PayloadHeader
 from services.cli import begin as beginning
 from services.cli import begin_run as command
 from services.cli.begin_run import begin_run, load_deployed
@@ -29,6 +31,7 @@ from services.cli.embedded import LaunchError
 from services.cli.main import app
 from tests.deployed import Made, SecureServer
 from tests.s3server import S3Server
+from tests.unit.factories import finished
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -158,9 +161,7 @@ async def test_killed_on_the_way_it_is_completed(
     assert await whole(config) == ["run.started"]
 
 
-async def test_services_that_were_faster_than_the_claim_do_no_harm(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def killed_before_the_claim(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException): ...
 
     async def dies(*_) -> None:
@@ -170,9 +171,32 @@ async def test_services_that_were_faster_than_the_claim_do_no_harm(
         patched.setattr(beginning, "claim", dies)
         with pytest.raises(Killed):
             await begun(config)
+
+
+async def test_services_that_were_faster_than_the_claim_do_no_harm(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await killed_before_the_claim(config, monkeypatch)
     await publish(config, DISPATCHED)
     assert "goes on" in await begun(config)
     assert await whole(config) == ["run.started", "sequence.dispatched"]
+
+
+async def test_a_sequence_that_was_finished_before_the_claim_is_still_this_runs(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await killed_before_the_claim(config, monkeypatch)
+    key = payload_key(config.run, "arithmetic", "arithmetic-000000-0-a1")
+    fact = finished("arithmetic-000000-0", 1.0)
+    await publish(
+        config, DISPATCHED, fact.model_copy(update={"payload": PayloadHeader(key=key, bytes=11, columns=())})
+    )
+    # A store that has nothing of it is another one than the run's.
+    with pytest.raises(LaunchError, match="does not hold its objects"):
+        await begun(config)
+    await ObjectStore.open(config.store).create(key, b"its payload")
+    assert "goes on" in await begun(config)
+    assert await whole(config) == ["run.started", "sequence.dispatched", "sequence.finished"]
 
 
 async def test_other_decisions_are_refused_by_name_and_change_nothing(config: RunConfig) -> None:
@@ -288,6 +312,21 @@ async def test_it_waits_for_servers_that_start_and_needs_the_launchers_rights_al
     starting.join()
     assert "goes on" in await begun(ours)
     assert await whole(ours) == ["run.started"]
+    removed = ["runs", "rm", ours.run, "--yes", "--directory", str(made.directory.parent / "none")]
+    at = broker.as_user("launcher")
+    removed += ["--nats", at.url, "--nats-credentials", at.credentials_file, "--nats-ca", at.ca_file]
+    removed += ["--store", "s3://packtrain", "--store-endpoint", store.endpoint, "--store-credentials"]
+    keys = made.directory / "store"
+    # Who may not remove objects removes no log that says whose they are.
+    refused = await asyncio.to_thread(CliRunner().invoke, app, [*removed, str(keys / "launcher.json")])
+    assert (refused.exit_code, refused.output.count("\n")) == (1, 1), refused.output
+    assert await whole(ours) == ["run.started"]
+    done = await asyncio.to_thread(CliRunner().invoke, app, [*removed, str(keys / "admin.json")])
+    assert done.exit_code == 0, done.output
+    assert "1 event" in done.output
+    assert "1 object" in done.output
+    assert await claim_of(ObjectStore.open(place), ours.run) is None
+    assert await begun(ours) == f"run {config.run} has begun"
     # A service's rights do not suffice, and that is told rather than waited for.
     for kind in ("sampler", "reader"):
         other = ours.model_copy(update={"broker": broker.as_user(kind), "run": f"{config.run}-2"})

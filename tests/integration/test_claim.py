@@ -54,7 +54,7 @@ async def test_a_place_is_made_and_claimed_and_found_again(config: RunConfig) ->
 async def test_the_place_of_another_log_is_refused(config: RunConfig) -> None:
     store = await open_place(config, resumed=False)
     await claim(store, config, "one", begun=False)
-    with pytest.raises(LaunchError, match=r"holds the objects of another run demo.*--run"):
+    with pytest.raises(LaunchError, match=r"holds the objects of another run demo.*name another run"):
         await open_place(config, resumed=False)
     for begun in (False, True):
         with pytest.raises(LaunchError, match="holds the objects of another run demo"):

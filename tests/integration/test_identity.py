@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.log import BrokerUnavailable, connect
 from schemas.config import Broker
+from tests.log_parts import until
 from tests.natsserver import NatsServer
 from tests.secured import Authority, SecuredBroker, nkey_pair
 
@@ -130,6 +131,19 @@ async def test_a_name_that_the_certificate_has_not_is_refused(tmp_path: Path) ->
         broker.stop()
     assert "elsewhere.example" in said or "not valid for 'localhost'" in said
     assert "name the host in broker.url as its certificate does" in said
+
+
+async def test_closing_while_the_broker_is_away_is_no_error(tmp_path: Path) -> None:
+    broker = SecuredBroker(tmp_path, (RUN,))
+    broker.start()
+    try:
+        client = await connect(broker.user("packer"), "probe", user="packer")
+    finally:
+        broker.stop()
+    await until(lambda: client.is_reconnecting)
+    await client.publish(f"rl.{RUN}.window.packed.all.x", b"{}")
+    await client.close()
+    assert client.is_closed
 
 
 async def test_a_server_may_ask_for_our_certificate(mutual: SecuredBroker) -> None:

@@ -136,6 +136,32 @@ async def test_a_service_publishes_its_own_facts_and_no_other(secured: SecuredBr
     assert await denied_of(secured, kind, mine | strange) == (mine | strange) - allowed
 
 
+async def test_a_launcher_of_a_run_asks_everything_of_its_streams_and_nothing_of_others(
+    secured: SecuredBroker,
+) -> None:
+    def asked(run: str) -> set[str]:
+        streams = (f"RL_{run}", f"KV_RL_{run}")
+        found = {
+            f"$JS.API.STREAM.{verb}.{s}"
+            for verb in (*STREAM_CHANGES[:-1], "INFO", "MSG.GET")
+            for s in streams
+        }
+        found |= {f"$JS.API.CONSUMER.{verb}.{s}" for verb in ("NAMES", "LIST") for s in streams}
+        found |= {
+            f"$JS.API.CONSUMER.{verb}.{s}.x"
+            for verb in ("CREATE", "DURABLE.CREATE", "DELETE", "INFO", "MSG.NEXT", "RESET", "PAUSE")
+            for s in streams
+        }
+        found |= {f"$JS.API.CONSUMER.CREATE.{s}.x.rl.{run}.step.trained.*.*" for s in streams}
+        return (
+            found
+            | {f"$JS.API.DIRECT.GET.{s}" for s in streams}
+            | {f"$JS.ACK.{s}.x.1.1.1.1.1" for s in streams}
+        )
+
+    assert await denied_of(secured, "launcher", asked(RUN) | asked(OTHER)) == asked(OTHER)
+
+
 @pytest.mark.parametrize("kind", SERVICES)
 async def test_it_changes_nothing_that_is_not_its_own(secured: SecuredBroker, kind: str) -> None:
     work = WORK.get(kind, set()) | set(NAMED.get(kind, ()))

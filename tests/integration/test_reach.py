@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from schemas.facts import SequenceDispatched
 from services.cli.begin_run import begin_run
 from services.cli.main import app
 from tests.deployed import Made, SecureServer
+from tests.secured import nkey_pair
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 SEQUENCE = "arithmetic-000000-0"
@@ -179,10 +181,85 @@ def test_options_that_name_no_run_are_refused(options: list[str], status: int, t
     assert "word" not in found.output
 
 
+def test_what_is_wrong_with_an_option_is_told_by_its_name(deployed: Deployed, tmp_path: Path) -> None:
+    broker = deployed.server.as_user("reader")
+    stranger = tmp_path / "stranger.nk"
+    stranger.write_text(nkey_pair()[0])
+    files = {"--nats-credentials": broker.credentials_file, "--nats-ca": broker.ca_file}
+    wrong = {
+        "--nats-credentials": [
+            str(tmp_path / "none"),
+            str(stranger),
+            deployed.server.as_user("grader").credentials_file,
+            "",
+        ],
+        "--nats-ca": [str(tmp_path / "none"), ""],
+    }
+    for option, values in wrong.items():
+        for value in values:
+            given = [word for pair in {**files, option: value}.items() if pair[1] for word in pair]
+            for command in (["status", "--run", deployed.config.run], ["runs", "list"]):
+                told = CliRunner().invoke(app, [*command, "--nats", broker.url, *given])
+                assert (told.exit_code, told.output.count("\n")) == (1, 1), told.output
+                assert "broker." not in told.output
+                # Of a user that is known the broker says which right it lacks.
+                assert option in told.output or "does not let user 'reader' publish" in told.output
+                assert "does not serve JetStream" not in told.output
+    file = deployed.directory / "away.toml"
+    file.write_text(dumps(deployed.config).replace(deployed.config.broker.ca_file, "/none"))
+    assert "broker.ca_file '/none'" in CliRunner().invoke(app, ["status", "--config", str(file)]).output
+    store = ["--store", "s3://b/p", "--store-endpoint", "http://127.0.0.1:1", "--store-credentials", "/none"]
+    told = deployed.command("payload", "show", "runs/a/payloads/b/c.safetensors", *store)
+    assert "cannot read --store-credentials /none" in told.output
+
+
+def test_a_store_that_is_not_here_is_not_made(deployed: Deployed, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    told = deployed.command("payload", "show", "runs/a/payloads/b/c.safetensors", "--store", nowhere.as_uri())
+    assert (told.exit_code, told.output.count("\n")) == (2, 1)
+    assert "is no directory of this machine" in told.output
+    assert not nowhere.exists()
+    for url in ("s3://b*/p", "s3://b/${aws:username}", "s3://b?x=1", "s3://b/p?x"):
+        policy = deployed.command("store", "policy", "reader", "--store", url)
+        assert (policy.exit_code, policy.stdout) == (2, "")
+        assert "is not plain" in policy.output
+
+
+def test_who_is_held_to_a_run_sees_of_others_that_there_are_some(deployed: Deployed, tmp_path: Path) -> None:
+    """The users are made anew, as `packtrain secrets --run` does; the broker and its streams stay."""
+    keys, users = deployed.made.directory, deployed.server.directory / "users.conf"
+    another = deployed.config.model_copy(update={"run": f"{deployed.config.run}2"})
+    begin_run(another, "", 30.0, print)
+    before, kept = users.read_bytes(), (keys / "settings.json").read_bytes()
+    try:
+        deployed.server.stop()
+        deployed.made.make(runs=(another.run,))
+        shutil.copy(keys / "broker" / "users.conf", users)
+        deployed.server.start()
+        listed = deployed.command("runs", "list", "--json", run=False)
+        assert listed.exit_code == 0, listed.output
+        states = {row["run"]: row["state"] for row in map(json.loads, listed.stdout.splitlines())}
+        assert states == {another.run: "unfinished", deployed.config.run: "not allowed"}
+    finally:
+        deployed.server.stop()
+        users.write_bytes(before)
+        (keys / "settings.json").write_bytes(kept)
+        deployed.server.start()
+
+
 def test_a_run_that_there_is_not_is_told(deployed: Deployed) -> None:
     found = CliRunner().invoke(app, ["status", "--run", "another", *deployed.options(run=False)])
     assert found.exit_code == 1
     assert "has no run 'another'; `packtrain runs list` tells" in found.output
+    file = deployed.directory / "another.toml"
+    file.write_text(dumps(deployed.config.model_copy(update={"run": "another"})))
+    for command in (
+        ["events", "list", "--config", str(file)],
+        ["runs", "stop", "another", "--cancel", *deployed.options("launcher", run=False)],
+    ):
+        found = CliRunner().invoke(app, command)
+        assert found.exit_code == 1
+        assert "has no run 'another'; `packtrain runs list` tells" in found.output
 
 
 @pytest.mark.parametrize("arguments", [["config", "show", str(DEMO)], ["config", "schema"], ["runs", "list"]])

@@ -93,7 +93,9 @@ def test_the_environment_is_kept_byte_by_byte_through_a_link(made: Made, tmp_pat
     made.environment.symlink_to(behind)
     made.make()
     assert made.environment.is_symlink()
-    assert behind.read_bytes() == f"NAME=caf\xe9\x0c1\nPACKTRAIN_SECRETS='{made.directory}'\n".encode("latin-1")
+    assert behind.read_bytes() == f"NAME=caf\xe9\x0c1\nPACKTRAIN_SECRETS='{made.directory}'\n".encode(
+        "latin-1"
+    )
 
 
 @pytest.mark.parametrize("name", ["a'b", "a\\b", "a\nb"])

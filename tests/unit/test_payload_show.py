@@ -14,7 +14,16 @@ from pipeline.config import dumps, load
 from pipeline.store import ObjectStore, StoreError
 from pipeline.store.payload import write_payload, write_sidecar
 from schemas.config import Store
-from schemas.keys import artefact_key, grading_key, payload_key, plan_key, sidecar_key, weights_key
+from schemas.keys import (
+    artefact_key,
+    claim_key,
+    grading_key,
+    image_key,
+    payload_key,
+    plan_key,
+    sidecar_key,
+    weights_key,
+)
 from schemas.signal import Teacher
 from services.cli import payload
 from services.cli.embedded import LaunchError
@@ -147,6 +156,8 @@ def test_what_is_no_payload_is_told_and_not_called_damaged(tmp_path: Path, store
         "runs/demo/inherited/0123abcd.json": b"[]",
         artefact_key("demo", "arithmetic-000000-0-a1", "empty"): b"",
         artefact_key("demo", "arithmetic-000000-0-a1", "long"): b"x" * (MAX_SHOWN + 5),
+        claim_key("demo"): b"{}",
+        image_key("demo", "0" * 64): b"\x89PNG",
     }
 
     async def fill() -> None:
@@ -154,7 +165,9 @@ def test_what_is_no_payload_is_told_and_not_called_damaged(tmp_path: Path, store
             await store.create(key, body)
 
     asyncio.run(fill())
-    log, grading, plan, weights, groups, empty, long = ((key, shown(tmp_path, key)) for key in objects)
+    log, grading, plan, weights, groups, empty, long, claim, image = (
+        (key, shown(tmp_path, key)) for key in objects
+    )
     assert log[1] == (
         f"{log[0]}, 20 bytes: an artefact, which a trial left to be looked at; no payload\nline one\n\\x1b[31mred \N{REPLACEMENT CHARACTER}\n\n"
     )
@@ -165,5 +178,7 @@ def test_what_is_no_payload_is_told_and_not_called_damaged(tmp_path: Path, store
     assert groups[1] == f"{groups[0]}, 2 bytes: the facts of another run's groups (JSON); no payload\n[]\n"
     assert empty[1].count("\n") == 1
     assert long[1].endswith("\n[5 bytes after this are not shown]\n")
+    assert "2 bytes: the claim: which log the objects beside it are of (JSON); no payload\n{}" in claim[1]
+    assert image[1] == f"{image[0]}, 4 bytes: an image, which sequences share; no payload\n"
     with pytest.raises(StoreError, match="no object runs/demo/artefacts/a/b"):
         shown(tmp_path, "runs/demo/artefacts/a/b")

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.config import loads
-from pipeline.log.permissions import KINDS, permissions_for, table, users_conf, work_of
+from pipeline.log.permissions import EVERY_RUN, KINDS, permissions_for, table, users_conf, work_of
 from pipeline.store.policies import KINDS as STORE_KINDS
 from schemas.names import BadName
 from services.cli.deploy_secrets import Settings
@@ -48,6 +48,8 @@ def test_only_the_launcher_may_what_has_no_limit() -> None:
     for kind in KINDS:
         given = permissions_for(kind, "mine")
         wide = [s for s in given.publish if s.endswith(".>") and "mine" not in s.replace("RL_mine", "mine")]
+        assert wide == []
+        wide = [s for s in permissions_for(kind, EVERY_RUN).publish if s == "$JS.API.>"]
         assert (wide == []) == (kind != "launcher"), wide
         assert given.subscribe == (("_INBOX.>",) if kind == "launcher" else (f"_INBOX.{kind}.>",))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from services.process import SERVICES
 from tests.store_users import LISTS, READS, READS_OF_OTHERS, REMOVES, WRITES, keys_of, rows
 
 DOCS = Path(__file__).parents[2] / "docs"
+MINIO = Path(__file__).parents[2] / "infra" / "store" / "minio-users.sh"
 ACTIONS = {"Get": READS, "Put": WRITES, "Delete": REMOVES}
 
 
@@ -73,6 +76,64 @@ def test_who_may_look_for_an_object_may_list_the_runs_prefix_and_no_other(prefix
         for listing in listings if kind != "launcher" else []:
             assert listing["Resource"] == ["arn:aws:s3:::bucket"]
             assert listing["Condition"] == {"StringLike": {"s3:prefix": [f"{below}/*"]}}
+
+
+@pytest.mark.parametrize(
+    ("bucket", "prefix"),
+    [
+        ("*", ""),
+        ("buck?t", ""),
+        ("", ""),
+        ("bucket", "some/*"),
+        ("bucket", "${aws:username}"),
+        ("bucket", "some/pre?fix"),
+    ],
+)
+def test_a_policy_is_for_one_bucket_and_one_prefix(bucket: str, prefix: str) -> None:
+    with pytest.raises(ValueError, match=r"is not plain.*store\.url"):
+        policy_for("reader", "demo", bucket, prefix)
+
+
+@pytest.mark.parametrize("runs", [["*"], ["demo", "demo2"]])
+def test_minios_users_have_the_policies_of_their_runs_and_no_key_is_in_a_command_line(
+    tmp_path: Path, runs: list[str]
+) -> None:
+    """With an `mc` that writes down what it is told, and says that nothing can be attached a second time."""
+    secrets, called = tmp_path / "se crets", tmp_path / "called"
+    (secrets / "store").mkdir(parents=True)
+    called.mkdir()
+    keys = {kind: (f"packtrain-{kind}", f"secret-{kind}") for kind in KINDS}
+    (secrets / "store" / "s3.json").write_text(json.dumps(identities(keys, "bucket", "p", runs)))
+    mc = tmp_path / "mc"
+    mc.write_text(
+        '#!/bin/sh\necho "$*" >>"$CALLED/all"\ncase "$2 $3" in\n'
+        '"user add") cat >>"$CALLED/keys" ;;\n"policy create") cp "$6" "$CALLED/$5" ;;\n'
+        '"policy attach") exit 1 ;;\n"user info") echo "AccessKey: $5 $ATTACHED" ;;\nesac\n'
+    )
+    mc.chmod(0o755)
+
+    def made(attached: str) -> int:
+        environment = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "CALLED": str(called),
+            "ATTACHED": attached,
+        }
+        command = [str(MINIO), "local", str(secrets)]
+        return subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode
+
+    assert made("") != 0, "it is not attached, and nobody was told"
+    (called / "keys").unlink()
+    assert made(" ".join(f"packtrain-policy-{kind}" for kind in KINDS)) == 0
+    assert "secret" not in (called / "all").read_text().replace(str(secrets), "")
+    pairs = (called / "keys").read_text().split()
+    assert sorted(pairs) == sorted(word for pair in keys.values() for word in pair)
+    for kind in KINDS:
+        wanted = [each for run in runs for each in policy_for(kind, run, "bucket", "p")["Statement"]]
+        file = called / f"packtrain-policy-{kind}"
+        found = json.loads(file.read_text())["Statement"] if wanted else []
+        assert file.exists() == bool(wanted)
+        assert [{**each, "Sid": ""} for each in found] == [{**each, "Sid": ""} for each in wanted]
+        assert len({each["Sid"] for each in found}) == len(found)
 
 
 def test_the_identities_of_seaweedfs_are_the_policies() -> None:
