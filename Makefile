@@ -83,8 +83,10 @@ $(VLLM)/.installed: $(STAMP) tests/vllm/install.py tests/vllm/models.py tests/vl
 secrets: $(if $(wildcard $(STAMP)),,$(DEPLOY)/.installed)  ## keys and certificates of a deployment into .secrets, and .env; again makes what is missing
 	$(if $(wildcard $(STAMP)),$(BIN),$(DEPLOY)/bin)/packtrain secrets --config $(CONFIG)
 
-# What docker-compose.minio.yml gives MinIO: the keys of the store's administrator, in its own format.
+# What docker-compose.minio.yml gives MinIO: the keys of the store's administrator, in its own format. Again after they were made anew.
 minio-root:
+	@test -r .secrets/store/admin.json || { echo 'there is no .secrets/store/admin.json: run make secrets first' >&2; exit 1; }
+	@rm -f .secrets/store/minio.env
 	@$(PYTHON) -c 'import json, os, sys; os.umask(0o222); keys = json.load(open(sys.argv[1] + "/admin.json")); print("MINIO_ROOT_USER=" + keys["access_key"] + "\nMINIO_ROOT_PASSWORD=" + keys["secret_key"], file=open(sys.argv[1] + "/minio.env", "x"))' .secrets/store
 
 $(DEPLOY)/.installed: pyproject.toml constraints.txt

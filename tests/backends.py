@@ -26,6 +26,10 @@ if BACKEND not in _BACKENDS:
 CONTAINERS = BACKEND == "containers"
 INSIDE = "0.0.0.0" if CONTAINERS else "127.0.0.1"
 """The address that a server listens on. A container's ports are published on loopback only."""
+if CONTAINERS:
+    # `end` removes a container, as it ends a process. Ryuk, which testcontainers starts for those of sessions that were killed, is an
+    # image more that has to be had, and is given the engine's socket. Read when testcontainers is first imported.
+    os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
 
 COMPOSE = Path(__file__).parents[1] / "docker-compose.yml"
 

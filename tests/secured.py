@@ -123,8 +123,9 @@ class SecuredBroker(NatsServer):
         changes = {
             **(replace or {}),
             "/etc/nats": str(directory),
-            '"0.0.0.0:4222"': f'"{INSIDE}:{self.port}"',
-            'http: "0.0.0.0:8222"': "",
+            # A client that learns a container's own address from it finds no such name in the certificate.
+            'listen: "0.0.0.0:4222"': f'listen: "{INSIDE}:{self.port}"\nclient_advertise: "localhost:{self.port}"',
+            'http: "127.0.0.1:8222"': "",
             '"/data"': f'"{directory / "js"}"',
             "sync_interval: always": 'sync_interval: "2m"',
         }

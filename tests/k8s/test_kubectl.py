@@ -7,6 +7,7 @@ pod, of both the keys.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -97,6 +98,29 @@ def test_pods_of_an_overlay_find_their_configuration(folder: str) -> None:
     assert spaces == {m["metadata"]["name"] for m in manifests(folder) if m["kind"] == "Namespace"}
 
 
+def labels_of_pods(folder: str) -> dict[str, dict[str, str]]:
+    """By whose pods they are; those of a Ray cluster by their group."""
+    found: dict[str, dict[str, str]] = {}
+    for manifest in manifests(folder):
+        name, spec = manifest["metadata"]["name"], manifest.get("spec", {})
+        if manifest["kind"] == "RayCluster":
+            found[f"{name}/head"] = spec["headGroupSpec"]["template"]["metadata"]["labels"]
+            for group in spec["workerGroupSpecs"]:
+                found[f"{name}/{group['groupName']}"] = group["template"]["metadata"]["labels"]
+        elif "template" in spec:
+            found[name] = spec["template"]["metadata"]["labels"]
+    return found
+
+
+@pytest.mark.parametrize("folder", [each for each in BUILT if each != "servers"])
+def test_every_pod_is_let_out_to_broker_and_store(folder: str) -> None:
+    (out,) = [m for m in manifests(folder) if (m["kind"], m["metadata"]["name"]) == ("NetworkPolicy", "servers")]  # fmt: skip
+    wanted = out["spec"]["podSelector"]["matchLabels"].items()
+    pods = labels_of_pods(folder)
+    assert [name for name, labels in pods.items() if not wanted <= labels.items()] == []
+    assert len(pods) > 4
+
+
 def test_autoscaled_deployments_have_no_replicas_of_their_own() -> None:
     scaled = {
         m["metadata"]["name"] for m in manifests("overlays/example") if m["kind"] == "HorizontalPodAutoscaler"
@@ -123,12 +147,34 @@ def test_pods_of_the_ray_cluster_are_valid(tmp_path: Path) -> None:
 
 def test_pods_are_scraped_at_ports_that_they_have() -> None:
     (monitor,) = [m for m in manifests("overlays/example") if m["kind"] == "PodMonitor"]
-    assert monitor["spec"].keys() == {"selector", "podMetricsEndpoints", "podTargetLabels"}
-    asked = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
+    assert monitor["spec"].keys() == {"selector", "jobLabel", "podMetricsEndpoints", "podTargetLabels"}
+    asked = {each["port"]: each.get("relabelings", []) for each in monitor["spec"]["podMetricsEndpoints"]}
+    jobs: set[str] = set()
     for manifest in manifests("overlays/example"):
         if manifest["kind"] in ("Deployment", "StatefulSet"):
-            for container in manifest["spec"]["template"]["spec"]["containers"]:
-                assert asked & {each.get("name") for each in container["ports"]}
+            template = manifest["spec"]["template"]
+            labels = template["metadata"]["labels"]
+            for container in template["spec"]["containers"]:
+                (port,) = asked.keys() & {each.get("name") for each in container["ports"]}
+                found = {
+                    "__meta_kubernetes_pod_container_name": container["name"],
+                    "__meta_kubernetes_pod_label_packtrain_dev_pool": labels.get("packtrain.dev/pool", ""),
+                }
+                job = labels[monitor["spec"]["jobLabel"]]
+                for rule in asked[port]:
+                    assert (rule["targetLabel"], len(rule["sourceLabels"])) == ("job", 1)
+                    if by := re.fullmatch(rule["regex"], found[rule["sourceLabels"][0]]):
+                        job = rule["replacement"].replace("$1", by[1] if by.re.groups else "")
+                jobs.add(job)
+    # As those of compose are: rules and board are the same.
+    compose = yaml.safe_load((K8S.parent / "prometheus/prometheus.yml").read_text())
+    names = {
+        name
+        for scrape in compose["scrape_configs"]
+        for found in scrape.get("dns_sd_configs", [])
+        for name in found["names"]
+    }
+    assert jobs == names - {"object-store", "engine"}
 
 
 def test_secrets_are_made_with_one_set_of_keys_a_kind(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
+import subprocess
+import sys
 import tomllib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -130,6 +133,62 @@ def test_minio_in_place_of_the_store_is_pinned_by_what_it_holds() -> None:
     assert re.fullmatch(r"\S+:RELEASE\.\S+@sha256:[0-9a-f]{64}", other["object-store"]["image"])
 
 
+def test_minio_writes_nothing_below_its_read_only_root() -> None:
+    """It makes a directory for certificates when it starts, in its home where none is named, which is /."""
+    ours = ALL["object-store"]
+    (command,) = [each["command"] for each in yaml.safe_load((ROOT / "docker-compose.minio.yml").read_text())["services"].values()]  # fmt: skip
+    assert ours["read_only"] is True
+    writable = [*(each.partition(":")[0] for each in ours["tmpfs"]), "/data"]
+    assert "objects:/data" in ours["volumes"]
+    for place in (command[1], command[command.index("--certs-dir") + 1]):
+        assert any(PurePosixPath(place).is_relative_to(each) for each in writable), place
+
+
+def test_minios_administrator_has_the_keys_that_were_made_last(tmp_path: Path) -> None:
+    def make_minio_root() -> subprocess.CompletedProcess[str]:
+        argv = ["make", "-s", "-f", str(ROOT / "Makefile"), f"PYTHON={sys.executable}", "minio-root"]
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    nothing = make_minio_root()
+    assert nothing.returncode != 0
+    assert "run make secrets first" in nothing.stderr
+    store = tmp_path / ".secrets/store"
+    store.mkdir(parents=True)
+    for secret in ("first", "second"):
+        (store / "admin.json").write_text(json.dumps({"access_key": "a", "secret_key": secret}))
+        done = make_minio_root()
+        assert done.returncode == 0, done.stderr
+        said = (store / "minio.env").read_text()
+        assert said == f"MINIO_ROOT_USER=a\nMINIO_ROOT_PASSWORD={secret}\n"
+        assert stat.S_IMODE((store / "minio.env").stat().st_mode) == 0o444
+
+
+def test_hosts_of_a_scaffold_are_in_its_image_and_are_given_what_a_harness_is(tmp_path: Path) -> None:
+    text = (ROOT / "infra/compose/scaffold.yml").read_text()
+    ((name, service),) = yaml.safe_load(text)["services"].items()
+    # Its example, below the configuration that it says to copy.
+    shown = "\n".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#   "))
+    mine = tmp_path / "mine.toml"
+    mine.write_text((ROOT / "infra/compose/run.toml").read_text() + "\n" + shown[shown.index("[[pools]]") :])
+    config = load(mine)
+    pool = config.pools[-1]
+    assert (name, option(service, "--pool")) == (f"harness-{pool.name}", pool.name)
+    check_place(config, "harness", None, pool.name)
+    assert service["image"] == OURS["harness-chat"]["image"].replace(
+        "harness:", f"harness-{pool.options['agent']}:"
+    )
+    assert Path(pool.options["folder"]) == Path("/opt/scaffolds")
+    dockerfile = (ROOT / "infra/images/Dockerfile").read_text()
+    assert f"--folder {pool.options['folder']}" in dockerfile
+    tasks = config.sources[-1].environment.options["tasks"]
+    assert f"./examples/tasks:{tasks}:ro" in service["volumes"]
+    for key in ("secrets", "restart", "stop_grace_period", "healthcheck", "depends_on", "logging", "read_only", "cap_drop", "pull_policy"):  # fmt: skip
+        assert service[key] == OURS["harness-tool"][key], key
+    assert {*OURS["harness-tool"]["security_opt"]} < {*service["security_opt"]}
+    assert service["networks"] == ["inside"]
+    assert drain_of(config, "harness", pool.name) + 10 <= int(service["stop_grace_period"][:-1])
+
+
 def test_every_secret_is_one_that_packtrain_makes(tmp_path: Path) -> None:
     make(tmp_path / "secrets", Given(), tmp_path / ".env", lambda _: None)
     place = "${PACKTRAIN_SECRETS:?run make secrets}/"
@@ -162,3 +221,11 @@ def test_packers_and_ranks_share_the_sockets() -> None:
         assert f"sockets:{CONFIG.packer.socket_dir}" in OURS[name]["volumes"]
     assert f"journal:{CONFIG.agent_loop.journal_dir}" in OURS["agent-loop"]["volumes"]
     assert "container_name" not in OURS["packer"]  # or there could be only one
+
+
+def test_what_tells_of_connections_is_for_the_health_check_of_its_own_container_alone() -> None:
+    """nats-server's port of HTTP asks nobody for a key, and tells of users, subjects and streams."""
+    assert ALL["nats"]["healthcheck"]["test"][-1] == "http://127.0.0.1:8222/healthz"
+    for path in (ROOT / "infra/nats").rglob("*.conf"):
+        for said in re.findall(r"^http.*$", path.read_text(), re.M):
+            assert said == 'http: "127.0.0.1:8222"', path

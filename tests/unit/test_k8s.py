@@ -339,6 +339,8 @@ def test_overlays_have_configurations_that_load_and_fit(config: RunConfig) -> No
         (own,) = set(resources) - {"CPU"}
         assert f'"{own}"' in groups[group]
     assert kuberay.metrics.bind.endswith(":0")  # many services in one pod
+    # KubeRay goes by it in what it asks of Ray, and actors of a launcher with another Ray are refused.
+    assert f"ray=={cluster['spec']['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()
     for other in (example, kuberay):
         assert (other.broker, other.store) == (config.broker, config.store)
 
