@@ -62,15 +62,17 @@ async def _take(ctx: Context) -> tuple[Place, socket.socket] | None:
             path = socket_path(ctx.config, number)
             if (place := claim(path.parent, number)) is None:
                 continue
-            ctx.health.not_ready(f"takes place {number}")
             try:
-                return place, listen(path)
+                listening = listen(path)
             except SocketTaken:
                 # By one that is not quite dead: its lock may go before its socket.
                 place.close()
             except BaseException:
                 place.close()
                 raise
+            else:
+                ctx.health.not_ready(f"takes place {number}")
+                return place, listening
         path = socket_path(ctx.config, numbers[-1])
         if ctx.index is not None:
             raise SocketTaken(

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from pydantic import ValidationError
 
-from pipeline.feed.places import claim
+import services.packer
+from pipeline.feed.places import Place, claim
+from pipeline.feed.server import listen
 from pipeline.feed.wire import socket_path
 from pipeline.hosts.health import Health
 from pipeline.hosts.report import HostReport
@@ -108,13 +110,38 @@ def test_what_has_no_index_is_not_counted_and_what_has_one_is() -> None:
         check_place(config(trainer={"kind": "external"}), "trainer", None, "")
 
 
-async def test_a_packer_that_stood_by_is_not_ready_until_it_serves(tmp_path: Path) -> None:
+def one_packer(tmp_path: Path) -> SimpleNamespace:
+    """What a packer of a run with one place is given."""
     run = config(packer={"socket_dir": str(tmp_path)}, batch={"dp": 1})
-    before = claim(socket_path(run, 0).parent, 0)
-    assert before is not None
-    ctx = SimpleNamespace(
+    return SimpleNamespace(
         config=run, index=None, health=Health(), stop=asyncio.Event(), logger=logging.getLogger("packer")
     )
+
+
+async def test_a_packer_that_stands_by_stays_ready_while_a_place_is_free_and_its_socket_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = one_packer(tmp_path)
+    tried: list[int] = []
+
+    def counted(directory: Path, number: int) -> Place | None:
+        tried.append(number)
+        return claim(directory, number)
+
+    monkeypatch.setattr(services.packer, "claim", counted)
+    monkeypatch.setattr(services.packer, "_AGAIN_S", 0.01)
+    with listen(socket_path(ctx.config, 0)):
+        taking = asyncio.create_task(_take(cast("Context", ctx)))
+        await until(lambda: len(tried) > 3)
+        assert ctx.health.fault() == ""
+        ctx.stop.set()
+        assert await taking is None
+
+
+async def test_a_packer_that_stood_by_is_not_ready_until_it_serves(tmp_path: Path) -> None:
+    ctx = one_packer(tmp_path)
+    before = claim(socket_path(ctx.config, 0).parent, 0)
+    assert before is not None
     taking = asyncio.create_task(_take(cast("Context", ctx)))
     await until(lambda: ctx.health.fault() == "")
     before.close()
