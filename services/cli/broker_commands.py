@@ -84,10 +84,11 @@ def users(
         from pipeline.config import load
         from pipeline.log.permissions import EVERY_RUN, users_conf, work_of
         from pipeline.log.subscription import durable_name
+        from services.cli.deploy_secrets import public_keys
 
         work: dict[str, tuple[str, ...]] = {} if config is None else work_of(load(config))
         work["reader"] = tuple(map(durable_name, durable or ()))
-        typer.echo(users_conf(_keys(directory), run or (EVERY_RUN,), work), nl=False)
+        typer.echo(users_conf(public_keys(directory), run or (EVERY_RUN,), work), nl=False)
 
 
 @app.command()
@@ -110,26 +111,3 @@ def leaf(
 
         at = make_leaf(directory, run or (), domain, rotate)
         typer.echo(f"{at}: users.conf and leaf-seed.conf for the leaf node, leaf-key.conf for its hub")
-
-
-def _keys(directory: Path) -> dict[str, str]:
-    """The users' public keys; raises BadInput."""
-    import nkeys
-
-    from pipeline.log.permissions import KINDS
-    from services.cli.embedded import BadInput
-
-    keys: dict[str, str] = {}
-    for kind in KINDS:
-        path = directory / "broker" / f"{kind}.nk"
-        try:
-            keys[kind] = bytes(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key).decode()
-        except OSError as error:
-            raise BadInput(
-                f"{path} cannot be read ({error.strerror}); `packtrain secrets` makes the keys"
-            ) from None
-        except (nkeys.NkeysError, ValueError, LookupError):
-            raise BadInput(
-                f"{path} holds no nkey seed; `packtrain secrets --rotate {kind}` makes it anew"
-            ) from None
-    return keys

@@ -326,6 +326,24 @@ def public_key(path: Path, seed: str) -> str:
         ) from None
 
 
+def public_keys(directory: Path) -> dict[str, str]:
+    """`U...` of each of the broker's users, of the seeds that are there. Raises BadInput."""
+    keys: dict[str, str] = {}
+    for kind in USERS:
+        path = directory / "broker" / f"{kind}.nk"
+        try:
+            keys[kind] = bytes(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key).decode()
+        except OSError as error:
+            raise BadInput(
+                f"{path} cannot be read ({error.strerror}); `packtrain secrets` makes the keys"
+            ) from None
+        except (nkeys.NkeysError, ValueError, LookupError):
+            raise BadInput(
+                f"{path} holds no nkey seed; `packtrain secrets --rotate {kind}` makes it anew"
+            ) from None
+    return keys
+
+
 def _new_pair(kind: str) -> str:
     return json.dumps({"access_key": f"packtrain-{kind}", "secret_key": secrets.token_urlsafe(30)})
 

@@ -15,12 +15,12 @@ from pipeline.log.permissions import users_conf
 from schemas.names import checked_name
 from services.cli.deploy_secrets import (
     GIVEN,
-    USERS,
     Given,
     check,
     new_seed,
     opened,
     public_key,
+    public_keys,
     read,
     settings_of,
     write,
@@ -41,8 +41,9 @@ def make_leaf(directory: Path, runs: Sequence[str], domain: str, rotate: bool) -
         raise BadInput(f"{directory} is not there; `packtrain secrets` makes it, and the users' keys")
     with opened(directory):
         settings = settings_of(directory, given)
-        keys = {kind: _key(directory, kind) for kind in USERS}
+        keys = public_keys(directory)
         at = directory / "leaf"
+        at.mkdir(mode=0o700, exist_ok=True)
         seed = at / "leaf-seed.conf"
         if rotate or not seed.exists():
             write(seed, f"nkey: {new_seed()}\n".encode(), GIVEN)
@@ -54,10 +55,3 @@ def make_leaf(directory: Path, runs: Sequence[str], domain: str, rotate: bool) -
             at / "users.conf", users_conf(keys, settings.runs, settings.work, domain=domain).encode(), GIVEN
         )
     return at
-
-
-def _key(directory: Path, kind: str) -> str:
-    path = directory / "broker" / f"{kind}.nk"
-    if not path.exists():
-        raise BadInput(f"{path} is not there; `packtrain secrets` makes the keys")
-    return public_key(path, read(path).decode(errors="replace").strip())

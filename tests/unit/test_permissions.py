@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import asdict
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def test_what_a_leaf_node_needs_is_made_once(keys: Path) -> None:
     assert sorted(made) == ["leaf-key.conf", "leaf-seed.conf", "users.conf"]
     seed = made["leaf-seed.conf"].removeprefix("nkey: ").strip()
     assert made["leaf-key.conf"] == f"nkey: {public_key(seed)}\n"
+    assert stat.S_IMODE((keys / "leaf").stat().st_mode) == 0o700
     assert '"$JS.hub.API.STREAM.INFO.*"' in made["users.conf"]
     assert '"$JS.API' not in made["users.conf"].replace('"$JS.API.>"', "")
     assert run("leaf", "--directory", str(keys), "--run", "mine")[0] == 0
@@ -137,6 +139,10 @@ def test_a_leafs_users_may_what_the_deployments_may_and_its_directory_is_for_nob
     keys.chmod(0o755)
     status, output = run("leaf", "--directory", str(keys))
     assert (status != 0, "others can enter" in " ".join(output.split())) == (True, True)
+    keys.chmod(0o700)
+    (keys / "broker" / "hook.nk").unlink()
+    status, output = run("leaf", "--directory", str(keys))
+    assert (status != 0, "`packtrain secrets` makes the keys" in " ".join(output.split())) == (True, True)
     status, output = run("leaf", "--directory", str(keys / "none"))
     assert (status != 0, "`packtrain secrets` makes it" in " ".join(output.split())) == (True, True)
 
