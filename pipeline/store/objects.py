@@ -117,11 +117,8 @@ class ObjectStore:
         url = urlsplit(config.url)
         if url.query or url.fragment or "@" in url.netloc:
             raise BadStore("store.url may hold no credentials, query or fragment; use store.credentials_file")
-        if url.scheme == "file" and url.netloc in ("", "localhost") and url.path.startswith("/"):
-            client, remedy = (
-                open_directory(Path(unquote(url.path)), config.url),
-                "check its disk space and permissions",
-            )
+        if (directory := directory_of(config.url)) is not None:
+            client, remedy = open_directory(directory, config.url), "check its disk space and permissions"
         elif url.scheme == "s3" and url.netloc:
             client = open_bucket(config, url.netloc, url.path.strip("/"))
             remedy = f"check that {config.endpoint or 'the provider'} is up, the bucket exists and store.credentials_file is right"
@@ -372,6 +369,13 @@ class ObjectStore:
 async def off_loop(size: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
     """`work(*arguments)`, which walks over `size` bytes: in a thread when that is long, as the loop carries other tenants."""
     return await asyncio.to_thread(work, *arguments) if size > LONG else work(*arguments)
+
+
+def directory_of(url: str) -> Path | None:
+    """The directory of this machine that a store's URL names; None of one that names none."""
+    parts = urlsplit(url)
+    local = parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/")
+    return Path(unquote(parts.path)) if local else None
 
 
 def _brief(error: Exception) -> str:

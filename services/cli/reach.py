@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
@@ -146,18 +145,24 @@ def _reached(config: RunConfig, where: Where) -> RunConfig:
     }
     update = {key: value for key, value in store.items() if value is not None}
     if where.store is not None:
-        named = urlsplit(where.store)
-        if named.scheme == "file" and not Path(unquote(named.path)).is_dir():
-            # Who opens it makes it, and finds it empty.
-            raise BadInput(
-                f"--store {where.store} is no directory of this machine; name the one that has the run's objects"
-            )
+        check_store(where.store)
         update = {"endpoint": "", "credentials_file": "", **update}
     try:
         section = Store.model_validate({**config.store.model_dump(), **update})
     except ValidationError as error:
         raise BadInput(f"--store: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
     return config.model_copy(update={"broker": _broker(where, config.broker), "store": section})
+
+
+def check_store(url: str) -> None:
+    """Raises BadInput on a --store of files that is not there: who opens it makes it, and finds it empty."""
+    from pipeline.store.objects import directory_of
+
+    directory = directory_of(url)
+    if directory is not None and not directory.is_dir():
+        raise BadInput(
+            f"--store {url} is no directory of this machine; name the one that has the run's objects"
+        )
 
 
 async def _logged(run: str, broker: Broker) -> LogView:

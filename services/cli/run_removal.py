@@ -18,13 +18,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from nats.js.errors import NotFoundError
 
 from pipeline.log import Log
 from pipeline.store import ObjectStore
 from pipeline.store.claims import claim_body, claim_of
+from pipeline.store.objects import directory_of
 from schemas.config import Broker, Store
 from schemas.facts import ALL, RunStarted
 from schemas.keys import run_prefix
@@ -67,7 +67,7 @@ class Holdings:
 def remove(
     directory: Path, run: str, given: Broker | None, ask: Ask, say: Say, named: Store | None = None
 ) -> bool:
-    """Removes the run; False when the person did not agree. `named`: where its objects are, where no record here says.
+    """Removes the run; False when the person did not agree. `named`: where its objects are, in place of what a record here says.
 
     Raises LaunchError, BrokerUnavailable, StoreError.
     """
@@ -190,9 +190,9 @@ async def _busy(log: Log) -> list[str]:
 
 def _sweep(url: str, run: str) -> None:
     """Removes the empty directories that a store of files keeps."""
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        root = Path(unquote(parts.path)) / run_prefix(run)
+    directory = directory_of(url)
+    if directory is not None:
+        root = directory / run_prefix(run)
         for path in sorted(root.rglob("*"), reverse=True):
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()

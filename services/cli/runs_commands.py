@@ -129,7 +129,7 @@ def rm(
 
         from services.cli import run_removal
         from services.cli.embedded import LaunchError
-        from services.cli.reach import broker_given
+        from services.cli.reach import broker_given, check_store
 
         def ask(told: str) -> bool:
             if yes:
@@ -139,6 +139,7 @@ def rm(
             return typer.confirm(f"{told}. Remove all of it?", err=True)
 
         named = _named(store, store_endpoint, store_credentials)
+        check_store(named.url)
         removed = run_removal.remove(
             directory, run, broker_given(broker), ask, typer.echo, named if named.url else None
         )
@@ -189,9 +190,12 @@ def import_(
 
 
 def _named(url: str | None, endpoint: str | None, credentials: Path | None) -> sections.Store:
-    """The store that options name; one without an address: they name none."""
+    """The store that options name; one without an address: they name none. Raises BadInput on options of a store that is not named."""
     from schemas.config import Store as Section
+    from services.cli.embedded import BadInput
 
+    if url is None and (endpoint or credentials):
+        raise BadInput("--store-endpoint and --store-credentials say how --store is reached; name it too")
     return Section(
         url=url or "",
         endpoint=endpoint or "",

@@ -317,6 +317,14 @@ async def test_it_waits_for_servers_that_start_and_needs_the_launchers_rights_al
     removed += ["--nats", at.url, "--nats-credentials", at.credentials_file, "--nats-ca", at.ca_file]
     removed += ["--store", "s3://packtrain", "--store-endpoint", store.endpoint, "--store-credentials"]
     keys = made.directory / "store"
+    # Nor does anybody on options that name no store, or one that is not there.
+    nowhere = made.directory.parent / "nowhere"
+    for given in (removed[-3:-1], ["--store", nowhere.as_uri()]):
+        words = [*removed[: removed.index("--store")], *given]
+        refused = await asyncio.to_thread(CliRunner().invoke, app, words)
+        assert (refused.exit_code, refused.output.count("\n")) == (2, 1), refused.output
+        assert await whole(ours) == ["run.started"]
+    assert not nowhere.exists()
     # Who may not remove objects removes no log that says whose they are.
     refused = await asyncio.to_thread(CliRunner().invoke, app, [*removed, str(keys / "launcher.json")])
     assert (refused.exit_code, refused.output.count("\n")) == (1, 1), refused.output
